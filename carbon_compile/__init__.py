@@ -1,0 +1,35 @@
+"""carbon: a torch.compile backend whose results are the same bits everywhere.
+
+`torch.compile(model, backend="carbon")` needs no import of this package. What is exported here is
+what people use around the compiler; every name is loaded on first use, because the package may be
+imported while torch itself is still importing.
+"""
+
+import importlib
+from os.path import abspath, dirname, isfile, join
+
+__version__ = "0.1.0"
+
+# A checkout keeps `lowering` and `templates` at its top level, while an installed copy holds them
+# inside the package. Run from a checkout, the checkout shadows the installed copy: look there too.
+_root = dirname(dirname(abspath(__file__)))
+if isfile(join(_root, "pyproject.toml")) and isfile(join(_root, "lowering", "__init__.py")):
+    __path__.append(_root)
+
+_EXPORTS = {
+    "fingerprint": "carbon_compile.fingerprint",
+    "inductor_config": "carbon_compile.backend",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name):
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'carbon_compile' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__():
+    return sorted(__all__)

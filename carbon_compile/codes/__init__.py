@@ -1,0 +1,1 @@
+"""One page per diagnostic code; `carbon-compile explain CODE` prints it."""

@@ -1,0 +1,1 @@
+"""Data sets shipped for the demo, with their attribution."""

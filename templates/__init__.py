@@ -1,0 +1,1 @@
+"""Kernels, each beside its CPU twin and its contract lines."""
