@@ -17,7 +17,7 @@ if isfile(join(_root, "pyproject.toml")) and isfile(join(_root, "lowering", "__i
     __path__.append(_root)
 
 _EXPORTS = {
-    "fingerprint": "carbon_compile.fingerprint",
+    "fingerprint": "carbon_compile.hashing",
     "inductor_config": "carbon_compile.backend",
 }
 
