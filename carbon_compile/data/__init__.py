@@ -1,1 +1,1 @@
-"""Data sets shipped for the demo, with their attribution."""
+"""The data set and the recorded results of the demo."""
