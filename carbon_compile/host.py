@@ -1,0 +1,83 @@
+"""Everything that touches private PyTorch interfaces, each with the versions it was checked on.
+
+Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
+"""
+
+import contextlib
+
+import torch
+from torch.fx.node import _get_qualified_name as qualified_name  # noqa: F401
+
+
+def compile_fx(gm, inputs, *, inner, decompositions, config):
+    """Inductor's whole pipeline with our inner compiler, decompositions and config.
+
+    `inner(gm, inputs, **kwargs)` is called once a graph; 2.13 passes more keywords than 2.11.
+    """
+    from torch._inductor.compile_fx import compile_fx as compile_graph
+
+    return compile_graph(gm, inputs, inner_compile=inner, decompositions=decompositions, config_patches=config)
+
+
+def compile_fx_inner(gm, inputs, **kwargs):
+    from torch._inductor.compile_fx import compile_fx_inner as compile_inner
+
+    return compile_inner(gm, inputs, **kwargs)
+
+
+def known_config(patches):
+    """The patches that this PyTorch's Inductor knows; an unknown key would raise in `config.patch`."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    return {k: v for k, v in patches.items() if k in known}
+
+
+def custom_graph_pass():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def functorch_config():
+    from torch._functorch import config
+
+    return config
+
+
+@contextlib.contextmanager
+def no_autocast():
+    """Switch every device's autocast off: the lists were applied before."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def retrace(function, fakes, decompositions):
+    """make_fx over fake tensors and symbolic sizes that already belong to one fake mode."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = detect_fake_mode(fakes)
+    with mode or contextlib.nullcontext():
+        return make_fx(function, decomposition_table=decompositions, record_module_stack=False)(*fakes)
+
+
+# Inductor writes this string behind `-ffp-contract=`, and nothing else lets a flag through. It always
+# passes -fno-signed-zeros, which lets a C++ compiler drop `x + 0.0` and turn -0.0 into +0.0.
+STRICT_CPP = "off -fsigned-zeros"
+
+
+def inductor_decompositions():
+    """Inductor's table of decompositions, by overload."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_lowerings():
+    """The overloads that Inductor lowers itself."""
+    from torch._inductor.lowering import lowerings
+
+    return lowerings

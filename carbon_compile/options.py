@@ -1,0 +1,74 @@
+"""The options of `torch.compile(..., backend="carbon", options={...})`, validated."""
+
+import difflib
+from dataclasses import dataclass, fields
+
+import torch
+
+from .lowering.policy import Policy, float32_class
+
+
+class OptionError(ValueError):
+    """An option that carbon does not know, or a value that it does not take."""
+
+
+_CHOICES = {
+    "on_unsafe": ("refuse", "warn", "allow"),
+    "float32_matmul": ("auto", "X2", "X3"),
+    "bfloat16_matmul": ("auto", "X2", "X3"),
+    "float16_matmul": ("auto", "X2", "X3"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set. Tuning options never change a bit; the classes of products do."""
+
+    on_unsafe: str = "refuse"
+    allow: tuple = ()
+    float32_matmul: str = "auto"
+    bfloat16_matmul: str = "auto"
+    float16_matmul: str = "auto"
+    table: bool = False
+    inductor: tuple = ()
+
+    @staticmethod
+    def parse(mode=None, options=None):
+        """Options from what torch.compile hands over. Raises OptionError with the nearest name."""
+        if mode not in (None, "default"):
+            raise OptionError(f"mode={mode!r} is Inductor's; carbon takes options={{...}} instead (see README, Options)")
+        known = [f.name for f in fields(Options)]
+        values = {}
+        for key, value in (options or {}).items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
+                raise OptionError(f"unknown option {key!r}{hint}")
+            values[key] = _checked(key, value)
+        return Options(**values)
+
+    def policy(self):
+        """Product classes by input type, with the matmul precision of this moment."""
+        chosen = {
+            "float32": float32_class(torch.get_float32_matmul_precision()) if self.float32_matmul == "auto" else self.float32_matmul,
+            "bfloat16": "X2" if self.bfloat16_matmul == "auto" else self.bfloat16_matmul,
+            "float16": "X3" if self.float16_matmul == "auto" else self.float16_matmul,
+        }
+        return Policy(**chosen)
+
+
+def _checked(key, value):
+    choices = _CHOICES.get(key)
+    if choices and value not in choices:
+        raise OptionError(f"option {key!r} takes one of {', '.join(choices)}, not {value!r}")
+    if key == "allow":
+        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            raise OptionError(f"option 'allow' takes a list of codes such as ['CB101'], not {value!r}")
+        return tuple(value)
+    if key == "table" and not isinstance(value, bool):
+        raise OptionError(f"option 'table' takes True or False, not {value!r}")
+    if key == "inductor":
+        if not isinstance(value, dict):
+            raise OptionError(f"option 'inductor' takes a dict of Inductor config values, not {value!r}")
+        return tuple(sorted(value.items()))
+    return value

@@ -1,0 +1,145 @@
+"""Composite functions are caught above autograd, autocast and device dispatch (contract section 0).
+
+`Composites` is a function mode: whatever calls `F.linear`, `x @ w` or `F.layer_norm` under it gets
+carbon's composite with its pinned forward and backward, after the casts of one autocast list that
+is the same on every device. `call` is how a Dynamo graph says so: a graph node names the function
+and the policy, and AOTAutograd traces through it.
+"""
+
+import functools
+import importlib
+import types
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from . import policy, registry
+
+
+def _resolve_all(prefixes, names):
+    found = set()
+    for name in names.split():
+        for prefix in prefixes:
+            f = getattr(prefix, name, None)
+            if callable(f):
+                found.add(f)
+    return frozenset(found)
+
+
+_PLACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._nn)
+
+# The autocast lists are those that PyTorch documents for CUDA, pinned for every device.
+LOWER = _resolve_all(
+    _PLACES,
+    "linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm addmv baddbmm mv einsum chain_matmul multi_dot "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu "
+    "scaled_dot_product_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear",
+) | {__import__("operator").matmul}
+FLOAT32 = _resolve_all(
+    _PLACES,
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ __rdiv__ __rtruediv__ "
+    "softplus layer_norm rms_norm group_norm norm nuclear_norm vector_norm cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
+    "mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+    "multi_margin_loss binary_cross_entropy binary_cross_entropy_with_logits cross_entropy dist pdist "
+    "cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum",
+) | {__import__("operator").pow}
+WIDEST = _resolve_all(
+    _PLACES, "addcdiv addcmul atan2 cross dot vdot grid_sample index_put index_put_ tensordot scatter_add scatter_add_"
+)
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Composites(TorchFunctionMode):
+    """Replaces composite functions and applies the pinned autocast list while it is active."""
+
+    def __init__(self, current):
+        super().__init__()
+        self.policy = current
+
+    def __torch_function__(self, function, types_, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.policy.autocast:
+            args, kwargs = self.autocast(function, args, kwargs)
+        replacement = registry.COMPOSITES.get(function)
+        if replacement is not None:
+            with policy.using(self.policy), Composites(self.policy.with_autocast(None)):
+                return replacement(*args, **kwargs)
+        if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
+            with self:
+                return _body(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def autocast(self, function, args, kwargs):
+        """Cast the floating arguments as the pinned list says."""
+        low = self.policy.autocast_dtype
+        if function in LOWER:
+            return _cast_all((args, kwargs), lambda t: low if t.dtype in (torch.float32, *_LOW) else t.dtype)
+        if function in FLOAT32:
+            return _cast_all((args, kwargs), lambda t: torch.float32 if t.dtype in _LOW else t.dtype)
+        if function in WIDEST:
+            wide = any(t.dtype is torch.float32 for t in _tensors((args, kwargs)))
+            return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in _LOW else t.dtype)
+        return args, kwargs
+
+
+def _tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.is_floating_point() else []
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [t for item in tree for t in _tensors(item)] if isinstance(tree, (list, tuple)) else []
+
+
+def _cast_all(tree, choose):
+    if isinstance(tree, torch.Tensor):
+        if not tree.is_floating_point():
+            return tree
+        dtype = choose(tree)
+        return tree if dtype is tree.dtype else tree.to(dtype)
+    if isinstance(tree, dict):
+        return {k: _cast_all(v, choose) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return type(tree)(_cast_all(v, choose) for v in tree)
+    return tree
+
+
+@functools.cache
+def _body(function):
+    """`function` without its own override check, so that what it calls still meets the mode."""
+    unchecked = {name: lambda *a: False for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")}
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **unchecked}, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def call(name, policy_text, *args, **kwargs):
+    """Run the function called `name` under `Composites`: the target of rewritten Dynamo nodes."""
+    with Composites(policy.Policy.decode(policy_text)):
+        return resolve(name)(*args, **kwargs)
+
+
+@functools.cache
+def resolve(name):
+    """The function behind a qualified name such as "torch.nn.functional.linear" or "torch.Tensor.matmul"."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise LookupError(f"no function is called {name}")
+
+
+def wants(function, autocast):
+    """Whether a Dynamo call of `function` has to go through `call`."""
+    registry.load()
+    if function in registry.COMPOSITES:
+        return True
+    if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
+        return True
+    return autocast and (function in LOWER or function in FLOAT32 or function in WIDEST)

@@ -1,0 +1,246 @@
+"""The engines that run a program: eager tensors, and the inside of Inductor's fused kernels.
+
+A *program* is a straight line of IEEE-754 and integer operations, written once as
+`def exp(o, x)` with ordinary operators on values and the namespace `o` for the rest. The engine
+decides what a value is; it never decides what the bits are.
+"""
+
+import torch
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INT_MAX = {torch.int8: 127, torch.uint8: 255, torch.int16: 32767, torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
+_INT_MIN = {torch.int8: -128, torch.uint8: 0, torch.int16: -32768, torch.int32: -(2**31), torch.int64: -(2**63)}
+
+
+class TorchEngine:
+    """Eager tensors. This is the definition that every other engine must match."""
+
+    where = staticmethod(torch.where)
+    rint = staticmethod(torch.round)
+    floor = staticmethod(torch.floor)
+    trunc = staticmethod(torch.trunc)
+    isnan = staticmethod(torch.isnan)
+    abs = staticmethod(torch.abs)
+
+    @staticmethod
+    def sqrt(x):
+        # Eager CPU sqrt of binary32 is not always correctly rounded; through binary64 it is,
+        # because 53 >= 2 * 24 + 2 makes the double rounding harmless.
+        return x.double().sqrt().to(x.dtype)
+
+    @staticmethod
+    def to(x, dtype):
+        return x.to(dtype)
+
+    @staticmethod
+    def bits(x, dtype):
+        return x.view(dtype)
+
+    @staticmethod
+    def dtype(x):
+        return x.dtype
+
+
+class Value:
+    """A scalar inside an Inductor kernel, with its dtype and Python's operators."""
+
+    __slots__ = ("v", "dtype")
+
+    def __init__(self, v, dtype):
+        self.v = v
+        self.dtype = dtype
+
+
+def _constant(c, dtype):
+    from torch._inductor.virtualized import ops
+
+    if dtype is torch.bool:
+        return Value(ops.constant(bool(c), dtype), dtype)
+    return Value(ops.constant(float(c) if dtype.is_floating_point else int(c), dtype), dtype)
+
+
+def _coerce(a, b):
+    if not isinstance(a, Value):
+        a = _constant(a, b.dtype)
+    if not isinstance(b, Value):
+        b = _constant(b, a.dtype)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a program mixes {a.dtype} and {b.dtype}; convert with o.to first")
+    return a, b
+
+
+def _operator(name, result=None, reflected=False, logical=None):
+    def method(self, other):
+        from torch._inductor.virtualized import ops
+
+        a, b = _coerce(other, self) if reflected else _coerce(self, other)
+        op = logical if logical and a.dtype is torch.bool else name
+        return Value(getattr(ops, op)(a.v, b.v), result or a.dtype)
+
+    return method
+
+
+for _name, _op in {"add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv"}.items():
+    setattr(Value, f"__{_name}__", _operator(_op))
+    setattr(Value, f"__r{_name}__", _operator(_op, reflected=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(_name, torch.bool))
+for _name, _op in {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"}.items():
+    setattr(Value, f"__{_name}__", _operator(_op))
+for _name in ("and", "or", "xor"):
+    setattr(Value, f"__{_name}__", _operator(f"bitwise_{_name}", logical=f"logical_{_name}"))
+Value.__hash__ = None
+
+
+def _flip_sign(self):
+    from torch._inductor.virtualized import ops
+
+    if not self.dtype.is_floating_point:
+        return Value(ops.neg(self.v), self.dtype)
+    # By its bit, so that no compiler can merge the negation with a neighbour and lose a zero's sign.
+    integer = torch.int32 if self.dtype is torch.float32 else torch.int64
+    sign = _INT_MIN[integer]
+    return InductorEngine.bits(InductorEngine.bits(self, integer) ^ sign, self.dtype)
+
+
+def _invert(self):
+    from torch._inductor.virtualized import ops
+
+    if self.dtype is torch.bool:
+        return Value(ops.logical_not(self.v), torch.bool)
+    return Value(ops.bitwise_not(self.v), self.dtype)
+
+
+Value.__neg__ = _flip_sign
+Value.__invert__ = _invert
+
+
+class InductorEngine:
+    """Inside a fused kernel, C++ or Triton. One `ops` call an operation, so one rounding each."""
+
+    @staticmethod
+    def where(c, a, b):
+        from torch._inductor.virtualized import ops
+
+        a, b = _coerce(a, b)
+        return Value(ops.where(c.v, a.v, b.v), a.dtype)
+
+    @staticmethod
+    def rint(x):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.round(x.v), x.dtype)
+
+    @staticmethod
+    def floor(x):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.floor(x.v), x.dtype)
+
+    @staticmethod
+    def trunc(x):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.trunc(x.v), x.dtype)
+
+    @staticmethod
+    def sqrt(x):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.sqrt(x.v), x.dtype)
+
+    @staticmethod
+    def isnan(x):
+        return x != x
+
+    @staticmethod
+    def abs(x):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.abs(x.v), x.dtype)
+
+    @staticmethod
+    def to(x, dtype):
+        from torch._inductor.virtualized import ops
+
+        if dtype is x.dtype:
+            return x
+        return Value(ops.to_dtype(x.v, dtype, src_dtype=x.dtype), dtype)
+
+    @staticmethod
+    def bits(x, dtype):
+        from torch._inductor.virtualized import ops
+
+        return Value(ops.to_dtype_bitcast(x.v, dtype, x.dtype), dtype)
+
+    @staticmethod
+    def dtype(x):
+        return x.dtype
+
+
+def round_to(o, x, dtype):
+    """Convert the value `x` to `dtype` with one rounding to nearest even (contract section 1).
+
+    Float to float is RN, float to integer truncates and saturates with NaN to 0, float to bool is
+    `x != 0`. The narrow roundings are done in integers: a fused kernel keeps bfloat16 and float16
+    values in binary32 registers, and some compilers drop a conversion there and back.
+    """
+    source = o.dtype(x)
+    if dtype is source:
+        return x
+    if o is TorchEngine and (dtype.is_floating_point or not source.is_floating_point):
+        return o.to(x, dtype)
+    if source is torch.float64 and dtype in (torch.bfloat16, torch.float16):
+        x, source = _odd_to_float32(o, x), torch.float32
+    if dtype is torch.bfloat16 and source is torch.float32:
+        return o.to(_keep_bits(o, x, 16), dtype)
+    if dtype is torch.float16 and source is torch.float32:
+        return o.to(_round_float16(o, x), dtype)
+    if source.is_floating_point and dtype is torch.bool:
+        return x != 0.0
+    if source.is_floating_point and not dtype.is_floating_point:
+        return _saturate(o, x, dtype)
+    if source not in FLOATS and source is not torch.bool and dtype in (torch.bfloat16, torch.float16):
+        # The integer is rounded to binary32 and then to the storage type, as eager PyTorch does.
+        return round_to(o, o.to(x, torch.float32), dtype)
+    return o.to(x, dtype)
+
+
+def _keep_bits(o, x, drop):
+    """Round binary32 `x` to nearest even at bit `drop` of its representation."""
+    b = o.bits(x, torch.int32)
+    b = o.where(o.isnan(x), 0x7FC00000, b)
+    half = (1 << (drop - 1)) - 1
+    b = (b + (((b >> drop) & 1) + half)) & -(1 << drop)
+    return o.bits(b, torch.float32)
+
+
+def _round_float16(o, x):
+    a = o.abs(x)
+    normal = _keep_bits(o, a, 13)
+    # Below 2^-14 the grid is 2^-24, which is binary32's own grid in [0.5, 1).
+    y = o.where(a < 2.0**-14, (a + 0.5) - 0.5, normal)
+    y = o.where(y > 65504.0, float("inf"), y)
+    sign = o.bits(x, torch.int32) & -(2**31)
+    return o.bits(o.bits(y, torch.int32) | sign, torch.float32)
+
+
+def _odd_to_float32(o, x):
+    """Binary64 to binary32 rounding to odd, so that a second rounding is the only one that counts."""
+    y = o.to(x, torch.float32)
+    back = o.to(y, torch.float64)
+    b = o.bits(y, torch.int32)
+    inexact = (back != x) & ~o.isnan(x)
+    away = o.abs(back) > o.abs(x)
+    towards = o.where(away, b - 1, b)
+    return o.bits(o.where(inexact, towards | 1, b), torch.float32)
+
+
+def _saturate(o, x, dtype):
+    top, bottom = float(_INT_MAX[dtype] + 1), float(_INT_MIN[dtype])
+    t = o.trunc(x)
+    high, low = t >= top, t < bottom
+    safe = o.where(high | low | o.isnan(x), 0.0, t)
+    y = o.to(safe, dtype)
+    y = o.where(high, _INT_MAX[dtype], y)
+    return o.where(low, _INT_MIN[dtype], y)

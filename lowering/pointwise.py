@@ -1,0 +1,353 @@
+"""Pointwise operations (contract sections 1 and 2): programs, and the operators made of them.
+
+`register` turns a program into `torch.ops.carbon.<name>(Tensor a, ..., *, ScalarType dtype)`, with
+an eager implementation (the definition), a fake one and an Inductor lowering that fuses like any
+other pointwise operation. Floating inputs are widened exactly to binary32 (binary64 if one of them
+is), integers are rounded once to it, and the result is rounded once to `dtype`.
+"""
+
+import torch
+
+from .engines import InductorEngine, TorchEngine, Value, round_to
+
+LIBRARY = torch.library.Library("carbon", "DEF")
+PROGRAMS = {}
+
+
+def register(name, program, inputs, section, widen=True):
+    """Define `carbon::<name>` from `program(o, *inputs)`. `widen=False` hands inputs over as they are."""
+    arguments = ", ".join(f"Tensor {c}" for c in "abcdef"[:inputs])
+    LIBRARY.define(f"{name}({arguments}, *, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise, torch.Tag.pt2_compliant_tag))
+    PROGRAMS[name] = (program, inputs, section)
+
+    def evaluate(o, values, dtype):
+        if widen:
+            wide = torch.float64 if any(o.dtype(v) is torch.float64 for v in values) else torch.float32
+            values = [o.to(v, wide) for v in values]
+        return round_to(o, program(o, *values), dtype)
+
+    def eager(*tensors, dtype):
+        return evaluate(TorchEngine, tensors, dtype)
+
+    def lowered(*tensors, dtype):
+        return _fused(lambda values: evaluate(InductorEngine, values, dtype), tensors, dtype)
+
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"carbon::{name}", _elementwise_fake, lib=LIBRARY)
+    op = getattr(torch.ops.carbon, name).default
+    _LOWERINGS[op] = lowered
+    return op
+
+
+_LOWERINGS = {}
+
+
+def install_lowerings():
+    """Give Inductor the lowerings of every registered operation; Inductor is imported only here."""
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    for op, lowered in _LOWERINGS.items():
+        if op not in lowerings:
+            register_lowering(op, broadcast=True, type_promotion_kind=None)(lowered)
+
+
+def _fused(evaluate, tensors, dtype):
+    from torch._inductor import ir
+
+    device = next((t.get_device() for t in tensors if t.get_device().type != "cpu"), tensors[0].get_device())
+    loaders = [t.make_loader() for t in tensors]
+    dtypes = [t.get_dtype() for t in tensors]
+
+    def inner(index):
+        values = [Value(load(index), d) for load, d in zip(loaders, dtypes, strict=True)]
+        return evaluate(values).v
+
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(tensors[0].get_size()))
+
+
+def _elementwise_fake(*tensors, dtype):
+    """Shape, strides and device of an elementwise result, by PyTorch's own rule."""
+    import torch._prims_common as prims
+
+    if len(tensors) > 1:
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+        like = [t for t in tensors if t.dim() > 0] or list(tensors)
+        like = [t.expand(shape) for t in like]
+    else:
+        shape, like = tensors[0].shape, list(tensors)
+    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    order = prims.compute_elementwise_output_logical_to_physical_perm(*like)
+    if isinstance(order, tuple):  # older versions also return whether it is a plain layout
+        order = order[0]
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+
+
+# --- section 1: IEEE arithmetic, selects, conversions ---------------------------------------------
+
+
+def _add(o, x, y):
+    return x + y
+
+
+def _sub(o, x, y):
+    return x - y
+
+
+def _mul(o, x, y):
+    return x * y
+
+
+def _div(o, x, y):
+    return x / y
+
+
+def _sqrt(o, x):
+    return o.sqrt(x)
+
+
+def _neg(o, x):
+    return -x
+
+
+def _abs(o, x):
+    return o.abs(x)
+
+
+def _cast(o, x):
+    return x
+
+
+def _round(o, x):
+    return o.rint(x)
+
+
+def _floor(o, x):
+    return o.floor(x)
+
+
+def _ceil(o, x):
+    return -o.floor(-x)
+
+
+def _trunc(o, x):
+    return o.trunc(x)
+
+
+def _frac(o, x):
+    return x - o.trunc(x)
+
+
+def _sign(o, x):
+    one = o.where(x > 0.0, x * 0.0 + 1.0, x * 0.0)
+    return o.where(o.isnan(x), 0.0, o.where(x < 0.0, -1.0, o.where(x > 0.0, 1.0, one)))
+
+
+def _maximum(o, x, y):
+    return o.where((x > y) | o.isnan(x), x, y)
+
+
+def _minimum(o, x, y):
+    return o.where((x < y) | o.isnan(x), x, y)
+
+
+def _fmax(o, x, y):
+    return o.where((x > y) | o.isnan(y), x, y)
+
+
+def _fmin(o, x, y):
+    return o.where((x < y) | o.isnan(y), x, y)
+
+
+def _relu(o, x):
+    return o.where(x <= 0.0, 0.0, x)
+
+
+def _clamp(o, x, low, high):
+    return _clamp_max(o, _clamp_min(o, x, low), high)
+
+
+def _clamp_min(o, x, low):
+    return o.where((x < low) | o.isnan(low), low, x)
+
+
+def _clamp_max(o, x, high):
+    return o.where((x > high) | o.isnan(high), high, x)
+
+
+def _copysign(o, x, y):
+    integer, sign = (torch.int32, -(2**31)) if o.dtype(x) is torch.float32 else (torch.int64, -(2**63))
+    return o.bits((o.bits(x, integer) & ~sign) | (o.bits(y, integer) & sign), o.dtype(x))
+
+
+def _heaviside(o, x, at_zero):
+    return o.where(x == 0.0, at_zero, o.where(o.isnan(x), x, o.where(x > 0.0, 1.0, x * 0.0)))
+
+
+def _floor_div(o, x, y):
+    return o.floor(x / y)
+
+
+def _trunc_div(o, x, y):
+    return o.trunc(x / y)
+
+
+def _lt(o, x, y):
+    return x < y
+
+
+def _le(o, x, y):
+    return x <= y
+
+
+def _gt(o, x, y):
+    return x > y
+
+
+def _ge(o, x, y):
+    return x >= y
+
+
+def _eq(o, x, y):
+    return x == y
+
+
+def _ne(o, x, y):
+    return x != y
+
+
+def _select(o, c, x, y):
+    return o.where(c, x, y)
+
+
+for _name, _program, _inputs in (
+    ("add", _add, 2), ("sub", _sub, 2), ("mul", _mul, 2), ("div", _div, 2), ("sqrt", _sqrt, 1),
+    ("neg", _neg, 1), ("abs", _abs, 1), ("round", _round, 1), ("floor", _floor, 1), ("ceil", _ceil, 1),
+    ("trunc", _trunc, 1), ("frac", _frac, 1), ("sign", _sign, 1), ("maximum", _maximum, 2),
+    ("minimum", _minimum, 2), ("fmax", _fmax, 2), ("fmin", _fmin, 2), ("relu", _relu, 1),
+    ("clamp", _clamp, 3), ("clamp_min", _clamp_min, 2), ("clamp_max", _clamp_max, 2),
+    ("copysign", _copysign, 2), ("heaviside", _heaviside, 2), ("floor_div", _floor_div, 2),
+    ("trunc_div", _trunc_div, 2), ("lt", _lt, 2), ("le", _le, 2), ("gt", _gt, 2), ("ge", _ge, 2),
+    ("eq", _eq, 2), ("ne", _ne, 2),
+):  # fmt: skip
+    register(_name, _program, _inputs, "1")
+register("cast", _cast, 1, "1", widen=False)
+register("select", _select, 3, "1", widen=False)
+
+
+# --- section 3: the pieces of an exact sum ---------------------------------------------------------
+
+WINDOW = 38
+_INFINITY = 0x7F800000
+
+
+def _magnitude(o, x):
+    """Bits of |x| as int32: an order-free key, with infinity and NaN above every finite value."""
+    return o.bits(x, torch.int32) & 0x7FFFFFFF
+
+
+def _two_power(o, k):
+    """2^k as two binary32 factors, for int32 k in [-252, 254]."""
+    h = k >> 1
+    return o.bits((h + 127) << 23, torch.float32), o.bits((k - h + 127) << 23, torch.float32)
+
+
+def _expo(o, m):
+    """expo of the magnitude bits m. Subnormals share the exponent of the smallest normal binade: with
+    a window of 38 bits both grids hold every subnormal exactly, so the sum is the same."""
+    e = (m >> 23) - 126
+    return o.where(e < -125, -125, e)
+
+
+def _sum_terms(o, x, m):
+    """q = RNE(x 2^(W - e)) as int64; where m is infinite, +1 for +inf and 2^32 for -inf instead."""
+    special = m >= _INFINITY
+    low, high = _two_power(o, WINDOW - _expo(o, o.where(special, 0, m)))
+    q = o.to(o.rint(o.where(special, 0.0, x) * low * high), torch.int64)
+    plus = o.to(x == float("inf"), torch.int64)
+    minus = o.to(x == float("-inf"), torch.int64)
+    return o.where(special, plus + (minus << 32), q)
+
+
+def _sum_total(o, t, m):
+    """RN(T) 2^(e - W), scaled in two steps; NaN and infinities by the counts `_sum_terms` made."""
+    special = m >= _INFINITY
+    low, high = _two_power(o, _expo(o, o.where(special, 0, m)) - WINDOW)
+    finite = o.to(t, torch.float32) * low * high
+    plus, minus = (t & 0xFFFFFFFF) > 0, (t >> 32) > 0
+    infinite = o.where(plus, o.where(minus, finite * 0.0 + float("nan"), float("inf")), float("-inf"))
+    infinite = o.where(m > _INFINITY, float("nan"), infinite)
+    return o.where(special, infinite, finite)
+
+
+LOW_BITS = 19
+
+
+def _high_word(o, q):
+    return q >> LOW_BITS
+
+
+def _low_word(o, q):
+    return q & ((1 << LOW_BITS) - 1)
+
+
+def _two_words_to_float(o, high, low):
+    """RN(high 2^19 + low) for low >= 0: exact in one word, or with the lost bits made sticky."""
+    high = high + (low >> LOW_BITS)
+    low = low & ((1 << LOW_BITS) - 1)
+    far = (high >= 2**40) | (high < -(2**40))
+    near = (o.where(far, 0, high) << LOW_BITS) + low
+    sticky = o.where(low > 0, high | 1, high)
+    return o.where(far, o.to(sticky, torch.float32) * 2.0**LOW_BITS, o.to(near, torch.float32))
+
+
+def _sum_total2(o, high, low, m):
+    """`_sum_total` for 2^25 terms and more."""
+    special = m >= _INFINITY
+    down, up = _two_power(o, _expo(o, o.where(special, 0, m)) - WINDOW)
+    finite = _two_words_to_float(o, high, low) * down * up
+    counts = (o.where(special, high, 0) << LOW_BITS) + low
+    return o.where(special, _sum_total(o, counts, o.where(special, m, _INFINITY)), finite)
+
+
+def _unit_total2(o, high, low):
+    return _two_words_to_float(o, high, low) * 2.0 ** (1 - WINDOW)
+
+
+def _unit_terms(o, p):
+    """q = RNE(p 2^37) for 0 <= p <= 1: the terms of a sum whose exponent is known to be 1."""
+    return o.to(o.rint(o.where(o.isnan(p), 0.0, p) * 2.0 ** (WINDOW - 1)), torch.int64)
+
+
+def _unit_total(o, t):
+    return o.to(t, torch.float32) * 2.0 ** (1 - WINDOW)
+
+
+def _order_key(o, x):
+    """An integer that orders floats: -inf < ... < 0 < ... < inf < NaN, both zeros equal."""
+    integer, mask = (torch.int32, 2**31 - 1) if o.dtype(x) is torch.float32 else (torch.int64, 2**63 - 1)
+    b = o.bits(o.where(x == 0.0, 0.0, x), integer)
+    return o.where(o.isnan(x), mask, o.where(b < 0, b ^ mask, b))
+
+
+def _from_order_key(o, k):
+    y = o.bits(o.where(k < 0, k ^ (2**31 - 1), k), torch.float32)
+    return o.where(k == 2**31 - 1, float("nan"), y)
+
+
+def _from_order_key64(o, k):
+    y = o.bits(o.where(k < 0, k ^ (2**63 - 1), k), torch.float64)
+    return o.where(k == 2**63 - 1, float("nan"), y)
+
+
+register("magnitude", lambda o, x: _magnitude(o, o.to(x, torch.float32)), 1, "3", widen=False)
+register("sum_terms", lambda o, x, m: _sum_terms(o, o.to(x, torch.float32), m), 2, "3", widen=False)
+register("sum_total", _sum_total, 2, "3", widen=False)
+register("unit_terms", _unit_terms, 1, "3")
+register("unit_total", _unit_total, 1, "3", widen=False)
+register("high_word", _high_word, 1, "3", widen=False)
+register("low_word", _low_word, 1, "3", widen=False)
+register("sum_total2", _sum_total2, 3, "3", widen=False)
+register("unit_total2", _unit_total2, 2, "3", widen=False)
+register("order_key", _order_key, 1, "3")
+register("from_order_key", _from_order_key, 1, "3", widen=False)
+register("from_order_key64", _from_order_key64, 1, "3", widen=False)

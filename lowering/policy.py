@@ -1,0 +1,68 @@
+"""What a compile fixes before any arithmetic: the autocast type and the class of each product."""
+
+import contextlib
+import contextvars
+from dataclasses import dataclass, replace
+
+import torch
+
+WINDOWS = {"X2": 16, "X3": 24}
+_NAMES = {v: k for k, v in WINDOWS.items()}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Product classes by input type (contract section 4) and the autocast type, if any."""
+
+    float32: str = "X3"
+    bfloat16: str = "X2"
+    float16: str = "X3"
+    autocast: str = ""
+
+    def window(self, dtype):
+        """Bits of the quantisation window for a product whose inputs have `dtype`."""
+        name = str(dtype).removeprefix("torch.")
+        if name not in ("float32", "bfloat16", "float16"):
+            raise NotImplementedError(f"matrix products of {name} have no rule; use float32, bfloat16 or float16")
+        return WINDOWS[getattr(self, name)]
+
+    def encode(self):
+        """A string that fits into an FX graph, so that the policy is part of every cache key."""
+        return f"float32={self.float32} bfloat16={self.bfloat16} float16={self.float16} autocast={self.autocast}"
+
+    @staticmethod
+    def decode(text):
+        return Policy(**dict(item.split("=") for item in text.split(" ")))
+
+    @property
+    def autocast_dtype(self):
+        return getattr(torch, self.autocast) if self.autocast else None
+
+    def with_autocast(self, dtype):
+        return replace(self, autocast="" if dtype is None else str(dtype).removeprefix("torch."))
+
+
+def class_of_window(window):
+    return _NAMES[window]
+
+
+def float32_class(precision):
+    """The class of float32 products under `torch.set_float32_matmul_precision(precision)`."""
+    return "X2" if precision == "medium" else "X3"
+
+
+_current = contextvars.ContextVar("carbon_policy")
+
+
+def current():
+    """The policy of the compile in progress."""
+    return _current.get(Policy())
+
+
+@contextlib.contextmanager
+def using(policy):
+    token = _current.set(policy)
+    try:
+        yield policy
+    finally:
+        _current.reset(token)

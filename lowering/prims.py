@@ -1,0 +1,157 @@
+"""The vocabulary of rules: carbon's pointwise operations and exact reductions as plain functions.
+
+Arguments are tensors or Python scalars; a scalar is rounded once to the compute type. Results are
+binary32 (binary64 if an argument is) unless `dtype` says otherwise. Works on real, fake and traced
+tensors, so a pinned formula is written once for eager execution and for the graph.
+"""
+
+import math
+
+import torch
+
+from . import elementary, pointwise
+
+FLOAT32_MAX = 3.4028235677973366e38  # halfway between the largest binary32 and 2^128
+
+
+def wide(*tensors):
+    """The compute type: binary64 if any argument is, else binary32."""
+    return torch.float64 if any(isinstance(t, torch.Tensor) and t.dtype is torch.float64 for t in tensors) else torch.float32
+
+
+def scalar(value, like, dtype=None):
+    """A Python number as a 0-d tensor on the device of `like`, rounded once."""
+    dtype = dtype or wide(like)
+    if dtype is torch.float32 and isinstance(value, (int, float)) and abs(value) >= FLOAT32_MAX:
+        value = math.copysign(math.inf, value)
+    return torch.full((), value, dtype=dtype, device=like.device)
+
+
+def apply(name, *args, dtype=None):
+    """`carbon::<name>` on tensors and scalars."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    compute = wide(*tensors)
+    like = next((t for t in tensors if t.dim() > 0), tensors[0])
+    operands = [a if isinstance(a, torch.Tensor) else scalar(a, like, compute) for a in args]
+    return getattr(torch.ops.carbon, name)(*operands, dtype=dtype or compute)
+
+
+def _function(name):
+    def function(*args, dtype=None):
+        return apply(name, *args, dtype=dtype)
+
+    function.__name__ = name
+    function.__doc__ = f"`carbon::{name}`; see its program."
+    return function
+
+
+for _name, (_program, _inputs) in elementary.PROGRAMS.items():
+    pointwise.register(_name, _program, _inputs, "2")
+for _name in pointwise.PROGRAMS:
+    globals()[_name] = _function(_name)
+
+
+def cast(x, dtype):
+    """`x` converted to `dtype` with one rounding; float to integer saturates, NaN to 0."""
+    return x if x.dtype is dtype else torch.ops.carbon.cast(x, dtype=dtype)
+
+
+def f32(x):
+    """`x` widened exactly to binary32 (binary64 stays)."""
+    return x if x.dtype in (torch.float32, torch.float64) else torch.ops.carbon.cast(x, dtype=torch.float32)
+
+
+def normal_dims(x, dims):
+    """Dimensions as a sorted list of non-negative integers; None or an empty list is all of them."""
+    if isinstance(dims, int):
+        dims = [dims]
+    if dims is None or len(dims) == 0:
+        return list(range(x.dim()))
+    return sorted({d % max(x.dim(), 1) for d in dims})
+
+
+def count(x, dims):
+    """How many elements a reduction over `dims` combines."""
+    return math.prod(x.shape[d] for d in normal_dims(x, dims)) if x.dim() else 1
+
+
+# Contract section 3: an int64 holds 2^25 terms of 38 bits.
+SINGLE_WORD = 2**25
+
+
+def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
+    """Exact sum of `x` over `dims`, rounded once to binary32, then to `dtype` (contract section 3).
+
+    The maximum is exact and order-free, and so is the integer total: every schedule gives these bits.
+    """
+    if x.dtype is torch.float64:
+        raise NotImplementedError("sums of float64 have no rule in version 1 of the contract; convert to float32 first")
+    dims = normal_dims(x, dims)
+    if x.dim() == 0:
+        return cast(add(f32(x), 0.0), dtype or torch.float32)
+    if count(x, dims) == 0:
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
+        return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
+    m = torch.ops.aten.amax.default(torch.ops.carbon.magnitude(x, dtype=torch.int32), dims, True)
+    q = torch.ops.carbon.sum_terms(x, m, dtype=torch.int64)
+    total = _integer_sum(q, x, dims)
+    result = torch.ops.carbon.sum_total(*total, m, dtype=dtype or torch.float32) if len(total) == 1 else torch.ops.carbon.sum_total2(*total, m, dtype=dtype or torch.float32)
+    return result if keepdim else _squeeze(result, dims)
+
+
+def unit_sum(p, dims, keepdim=True):
+    """Exact sum of values in [0, 1] on the static grid 2^-37; no pass for the maximum."""
+    dims = normal_dims(p, dims)
+    total = _integer_sum(torch.ops.carbon.unit_terms(p, dtype=torch.int64), p, dims)
+    result = torch.ops.carbon.unit_total(total[0], dtype=torch.float32) if len(total) == 1 else torch.ops.carbon.unit_total2(*total, dtype=torch.float32)
+    return result if keepdim else _squeeze(result, dims)
+
+
+def _integer_sum(q, x, dims):
+    """The exact total of int64 terms: one word where it provably fits, else (high, low) words."""
+    n = count(x, dims)
+    if isinstance(n, int) and n < SINGLE_WORD or not isinstance(n, int) and _provably_below(n, SINGLE_WORD):
+        return (torch.ops.aten.sum.dim_IntList(q, dims, True),)
+    words = (torch.ops.carbon.high_word(q, dtype=torch.int64), torch.ops.carbon.low_word(q, dtype=torch.int64))
+    return tuple(torch.ops.aten.sum.dim_IntList(w, dims, True) for w in words)
+
+
+def _provably_below(n, bound):
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(n < bound)
+
+
+def _squeeze(x, dims):
+    return torch.ops.aten.squeeze.dims(x, dims) if dims else x
+
+
+def mean(x, dims=None, keepdim=False, dtype=None):
+    """Exact sum over the count; the division rounds once in binary32."""
+    return div(sum(x, dims, keepdim), count(x, dims), dtype=dtype)
+
+
+def amax(x, dims=None, keepdim=False):
+    """Largest value of floating `x`; NaN wins, a zero is +0. Taken on integer keys, so order-free."""
+    key = torch.ops.carbon.order_key(x, dtype=torch.int64 if x.dtype is torch.float64 else torch.int32)
+    key = torch.ops.aten.amax.default(key, normal_dims(x, dims), keepdim)
+    back = torch.ops.carbon.from_order_key64 if key.dtype is torch.int64 else torch.ops.carbon.from_order_key
+    return back(key, dtype=x.dtype)
+
+
+def amin(x, dims=None, keepdim=False):
+    """Smallest value of floating `x`; NaN wins, a zero is +0."""
+    largest = amax(neg(x, dtype=x.dtype), dims, keepdim)  # noqa: F821
+    return sub(0.0, largest, dtype=x.dtype)  # noqa: F821  (0 - 0 is +0, where -0 would be -0)
+
+
+def square(x):
+    return mul(x, x)  # noqa: F821
+
+
+def chain(op, *terms):
+    """`op` applied left to right, one rounding a step."""
+    result = terms[0]
+    for t in terms[1:]:
+        result = op(result, t)
+    return result
