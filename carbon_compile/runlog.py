@@ -1,0 +1,107 @@
+"""What was compiled and run in this process: filled by the runtime, read by the certificate."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from carbon_compile.diagnostics import Diagnostic, Finding, Report
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node of the joint graph and its verdict.
+
+    section: of the contract. engine, tile, split_k: what a template chose; they don't change bits.
+    code: of the finding, where the node was allowed to run without a rule.
+    """
+
+    op: str
+    verdict: str
+    section: str = ""
+    template: str = ""
+    engine: str = ""
+    tile: str = ""
+    split_k: int = 0
+    code: str = ""
+    file: str | None = None
+    line: int | None = None
+    module_path: str = ""
+    direction: str = "forward"
+
+
+@dataclass
+class GraphRecord:
+    """One compiled graph.
+
+    hash: of its canonical text (canonical.graph_hash). function: what was compiled, as the user
+    knows it. kind: "training" or "inference". precision: the class of products by type, such as
+    {"float32": "X3"}. parameters: weak references to the parameters it takes, to find it by model.
+    """
+
+    hash: str
+    function: str = ""
+    kind: str = "inference"
+    device: str = "cpu"
+    precision: dict = field(default_factory=dict)
+    nodes: tuple[NodeRow, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    calls: int = 0
+    parameters: tuple = ()
+
+    def called(self) -> None:
+        self.calls += 1
+
+
+@dataclass
+class Bypass:
+    """Calls of a compiled function that ran outside carbon, with the code of the cause."""
+
+    function: str
+    code: str = "CB613"
+    calls: int = 1
+    file: str | None = None
+    line: int | None = None
+
+
+class Log:
+    """What happened in this process, in order."""
+
+    def __init__(self):
+        self.graphs: list[GraphRecord] = []
+        self.bypassed: dict[tuple, Bypass] = {}
+
+    def graph(
+        self,
+        hash: str,
+        *,
+        function: str = "",
+        kind: str = "inference",
+        device: str = "cpu",
+        precision: dict | None = None,
+        nodes: Iterable[NodeRow] = (),
+        report: Report | None = None,
+        parameters: Iterable = (),
+    ) -> GraphRecord:
+        """Records a compiled graph. Call `.called()` on what it returns at each call of the graph."""
+        record = GraphRecord(
+            hash, function, kind, device, dict(precision or {}), tuple(nodes), report.findings if report else (),
+            parameters=tuple(weakref.ref(parameter) for parameter in parameters),
+        )
+        self.graphs.append(record)
+        return record
+
+    def bypass(self, function: str, code: str = "CB613", calls: int = 1, file: str | None = None, line: int | None = None):
+        """Counts calls of a compiled function for which no graph of ours ran."""
+        known = self.bypassed.setdefault((function, code, file, line), Bypass(function, code, 0, file, line))
+        known.calls += calls
+
+    def reset(self) -> None:
+        self.__init__()
+
+
+LOG = Log()
+
+
+def allowed_row(row: NodeRow, diagnostic: Diagnostic) -> NodeRow:
+    """The row of a node that runs as stock PyTorch because its finding was allowed."""
+    return replace(row, verdict="allowed", code=diagnostic.code)
