@@ -253,16 +253,17 @@ def _fingerprint(d: Diagnostic, root):
 
 
 def github(report: Report, *, root: str) -> str:
-    """Workflow commands, one line a finding."""
-    return "".join(_annotation(finding, root) + "\n" for finding in report.findings)
+    """Workflow commands, a line each; findings that differ only in the module share one, because
+    GitHub shows few annotations."""
+    return "".join(_annotation(group, root) + "\n" for group in _groups(report))
 
 
-def _annotation(finding, root):
-    d, page = finding.diagnostic, finding.diagnostic.kind.page()
+def _annotation(group, root):
+    finding, d, page = group[0], group[0].diagnostic, group[0].diagnostic.kind.page()
     command = {"refuse": "error", "warn": "warning", "allow": "notice"}[finding.decision]
     properties = {"file": relative(d.file, root), "line": str(d.line or 1)} if d.file else {}
     properties["title"] = f"{d.code} {d.kind.name}"
-    where = " ".join(part for part in (d.module_path, "(backward)" if d.direction == "backward" else "") if part)
+    where = " ".join(part for part in (_modules(group), "(backward)" if d.direction == "backward" else "") if part)
     lines = [d.message + (f" in {where}" if where else ""), d.note, f"why: {page.short(WHY)}", f"fix: {page.short(FIX)}"]
     listed = ",".join(f"{key}={_escape_property(value)}" for key, value in properties.items())
     return f"::{command} {listed}::{_escape(chr(10).join(line for line in lines if line))}"

@@ -310,15 +310,19 @@ def _names_gpu(values):
 
 
 def check_triton_kernel(source: Source, node: ast.AST) -> Iterator[Diagnostic]:
-    """Launches of this file's `triton.jit` kernels; the kernel itself where it isn't launched here."""
-    if not isinstance(node, ast.FunctionDef) or "triton.jit" not in decorators(source, node):
+    """Launches of this file's `triton.jit` kernels; a kernel that the file neither launches nor
+    calls from another kernel is shown where it is defined."""
+    if not _is_kernel(source, node):
         return
-    launches = [
-        call for call in source.nodes
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and source.name(call.func.value) == node.name
-    ]
-    for place in launches or [node]:
+    calls = [part for part in source.nodes if isinstance(part, ast.Call)]
+    launches = [c for c in calls if isinstance(c.func, ast.Subscript) and source.name(c.func.value) == node.name]
+    helper = any(source.name(call.func) == node.name for call in calls)
+    for place in launches or ([] if helper else [node]):
         yield source.finding("CB611", place, node.name)
+
+
+def _is_kernel(source, node):
+    return isinstance(node, ast.FunctionDef) and "triton.jit" in decorators(source, node)
 
 
 CHECKS = (

@@ -61,7 +61,7 @@ _TABLE = (
     _error("CB203", "float64-function", "graph", "{op} is an elementary function in float64"),
     _error("CB204", "complex-arithmetic", "graph", "{op} computes with complex numbers"),
     _error("CB205", "float8-arithmetic", "graph", "{op} computes in an 8-bit float"),
-    _warning("CB206", "tf32-enabled", "source run", "TF32 is on for whatever runs outside carbon"),
+    _warning("CB206", "tf32-enabled", "source", "TF32 is on for whatever runs outside carbon"),
     _error("CB207", "precision-set-while-running", "source", "{op} changes the matmul precision inside compiled code"),
     _error("CB208", "unsupported-dtype", "graph", "{op} computes in {detail}, a dtype without a rule"),
     # CB3xx: host and environment
@@ -120,7 +120,8 @@ def find_codes(text: str) -> list[Code]:
 
 def _nearest(text):
     text = text.strip()
-    near = difflib.get_close_matches(text.upper(), CODES, 1) or difflib.get_close_matches(text.lower(), _BY_NAME, 1)
+    near = [id for id in CODES if id.startswith(text.upper()[:5]) and len(text) >= 4]
+    near = near or difflib.get_close_matches(text.upper(), CODES, 1) or difflib.get_close_matches(text.lower(), _BY_NAME, 1)
     return f"; did you mean {near[0]}?" if near else "; `carbon-compile explain` lists them"
 
 
