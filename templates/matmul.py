@@ -1,0 +1,199 @@
+"""Matrix products as exact integer sums (contract section 4).
+
+Computes       C_ij = RN(T_ij) * 2^(sa_i + sb_j), T_ij = sum_k qa_ik qb_kj, q from `quantize`
+Order          none: T is an exact integer, any engine and any schedule gives it
+Invariant to   M, N, batch folding, strides, tiles, split-K, threads, device
+Rounds at      q (to the window), T to binary32, the scaled result where it is subnormal, the sum
+               with the bias, the output type
+Refuses        operand types other than float32, bfloat16 and float16
+
+`exact_mm` and `exact_bmm` run the CPU twin below, ordinary float64 BLAS on the integers, or the
+kernels in `matmul_kernels`. K = 1 is the IEEE product. Every NaN returned is the canonical one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from carbon_compile.templates import quantize as twin
+from carbon_compile.templates.quantize import DIGITS, POISON, powers_of_two
+
+OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
+BALANCES = ("none", "weight", "gradient")
+
+# Contraction lengths one float64 (X3: one factor cut into 12-bit halves) or one int64 can hold:
+# K 2^15 2^15 and K 2^11 2^23 stay within 2^53, K 2^23 2^23 within 2^63.
+_SPAN = {16: 1 << 23, 24: 1 << 17}
+
+
+def exact_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    window: int,
+    balance: str = "none",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    engine: str = "int8",
+) -> Tensor:
+    """The exact product of a [M, K] and b [K, N], any strides: [M, N] in `out_dtype`.
+
+    `window` is 16 (X2) or 24 (X3). `balance` is "none"; "weight", when b is a weight; or
+    "gradient", when a is A^T [features, tokens] and b is dC [tokens, N] of a weight's gradient.
+    `bias` broadcasts to [M, N] and is added in binary32 before the one rounding to `out_dtype`.
+    `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine.
+
+    Raises TypeError for other operand types and ValueError for shapes that do not match.
+    """
+    _check(a, b, 2, window)
+    if balance not in BALANCES:
+        raise ValueError(f"balance must be one of {BALANCES}, got {balance!r}")
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
+
+
+def exact_bmm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    window: int,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    engine: str = "int8",
+) -> Tensor:
+    """The exact product of a [B, M, K] and b [B, K, N], any strides (0 too): [B, M, N].
+
+    As `exact_mm` without balances; an operand expanded over the batch is quantised once.
+    """
+    _check(a, b, 3, window)
+    return _dispatch(a, b, window, "none", bias, out_dtype, engine)
+
+
+def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
+    """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}."""
+    from carbon_compile.templates import launch
+
+    if device is None or torch.device(device).type != "cuda":
+        return {"engine": "float64 BLAS", "tile": None, "split_k": 1, "warps": None, "stages": None}
+    return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device)).describe()
+
+
+def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
+    if window not in DIGITS:
+        raise ValueError(f"window must be one of {tuple(DIGITS)}, got {window}")
+    for operand in (a, b):
+        if operand.dtype not in OPERANDS:
+            raise TypeError(f"exact products take {OPERANDS}, got {operand.dtype}")
+    if a.dim() != dim or b.dim() != dim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
+
+
+def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
+    shape = (*a.shape[:-1], b.shape[-1])
+    k = a.shape[-1]
+    if bias is not None:
+        bias = bias.expand(shape)
+    if math.prod(shape) == 0:
+        return a.new_empty(shape, dtype=out_dtype)
+    if k <= 1:
+        product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
+        return _finish(product, bias, out_dtype, nans=True)
+    if a.is_cuda:
+        from carbon_compile.templates import matmul_kernels
+
+        with torch.cuda.device_of(a):  # Triton launches on the current device
+            return matmul_kernels.multiply(a, b, window, balance, bias, out_dtype, engine)
+    return _multiply(a, b, window, balance, bias, out_dtype)
+
+
+def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
+    """The CPU twin."""
+    d = None
+    if balance == "weight":
+        d = twin.weight_balance(b)
+    elif balance == "gradient":
+        d = twin.gradient_balance(a, b)
+    qa = _quantize_once(a, window, -1, d)
+    qb = _quantize_once(b, window, -2, None if d is None else -d)
+    rounded = rounded_total(qa.q, qb.q, window)
+    scaled, poisoned = _scale(rounded, qa.exponents, qb.exponents)
+    return _finish(scaled, bias, out_dtype, nans=poisoned)
+
+
+def _quantize_once(x: Tensor, window: int, contraction: int, d: Tensor | None) -> twin.Quantized:
+    """Quantise one copy of an operand that is expanded over the batch."""
+    if x.dim() == 3 and x.stride(0) == 0 and x.shape[0] > 1:
+        one = twin.quantize(x[:1], window, contraction, d)
+        return twin.Quantized(
+            one.q.expand(x.shape), one.exponents.expand(x.shape[0], *one.exponents.shape[1:])
+        )
+    return twin.quantize(x, window, contraction, d)
+
+
+def rounded_total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
+    """RN(T), float32, for integers in float64: qa [..., M, K], qb [..., K, N]."""
+    k, span = qa.shape[-1], _SPAN[window]
+    if k <= span:
+        total = _total(qa, qb, window)
+        return total.float()
+    high = low = 0
+    for start in range(0, k, span):
+        n = min(span, k - start)
+        part = _total(qa.narrow(-1, start, n), qb.narrow(-2, start, n), window).to(torch.int64)
+        high = high + (part >> 32)
+        low = low + (part & 0xFFFFFFFF)
+    return round_two_words(high, low)
+
+
+def _total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
+    """T within one span: float64 for X2, int64 for X3."""
+    if window == 16:
+        return qa @ qb
+    # 24 x 24 bits times K do not fit a float64: cut the smaller factor into 12-bit halves.
+    cut_a = qa.numel() <= qb.numel()
+    whole = qa if cut_a else qb
+    high = (whole * 2.0**-12).round_()
+    low = torch.add(whole, high, alpha=-4096.0)
+    upper, lower = ((high @ qb), (low @ qb)) if cut_a else ((qa @ high), (qa @ low))
+    return upper.to(torch.int64).mul_(4096).add_(lower.to(torch.int64))
+
+
+def round_two_words(high: Tensor, low: Tensor) -> Tensor:
+    """RN(high 2^32 + low) of int64 words, low >= 0: float32, correctly rounded."""
+    high = high + (low >> 32)
+    low = low & 0xFFFFFFFF
+    one_word = (high >= -(1 << 30)) & (high < 1 << 30)
+    small = torch.where(one_word, (high << 32) | low, 0).float()
+    # At least 31 bits are left in `high`; a sticky last bit rounds as the dropped word would.
+    large = (high | (low != 0)).float() * 4294967296.0
+    return torch.where(one_word, small, large)
+
+
+def _scale(rounded: Tensor, sa: Tensor, sb: Tensor) -> tuple[Tensor, bool]:
+    """(RN(T) 2^h) 2^(k-h), k = sa + sb clamped to +-250, and whether there is a poisoned row.
+
+    Written as one exact float64 product and one rounding, which is the same: the first of the two
+    steps is inexact only where the result overflows anyway, and outside +-250 it is 0 or infinite.
+    """
+    scales, poisoned = [], False
+    for s in (sa, sb):
+        bad = s == POISON
+        scale = powers_of_two(s.masked_fill(bad, 0))
+        if bad.any():
+            scale.masked_fill_(bad, math.nan)
+            poisoned = True
+        scales.append(scale)
+    product = rounded.double().mul_(scales[0].unsqueeze(-1)).mul_(scales[1].unsqueeze(-2))
+    return product.float(), poisoned
+
+
+def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype, nans: bool) -> Tensor:
+    """Add the bias in binary32, round once to `out_dtype`, give NaN its one pattern."""
+    if bias is not None:
+        product = product + bias.float()
+    out = product.to(out_dtype)
+    if nans or bias is not None:
+        out = torch.nan_to_num_(out, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    return out

@@ -1,0 +1,359 @@
+"""Tensor-core engines for exact products: digit pairs into int32, the exact total in registers.
+
+A total is T = sum_l 256^l L_l, where level l sums the digit products of planes i + j = l. Taken
+least significant level first, one int32 accumulator carries into the next level by `>> 8` and the
+8 bits left behind collect in one more int32, so T needs two registers an element whatever K is.
+int32 holds a level while K stays within SPAN; longer or split contractions add their totals, as
+int64 words, in memory.
+
+The int8 engine multiplies digits as they are. The bf16 engine multiplies the same digits as bf16
+numbers and empties its binary32 accumulator before it can round: same integers, same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from carbon_compile.templates import launch
+from carbon_compile.templates import quantize_kernels as kernels
+from carbon_compile.templates.quantize import DIGITS, POISON
+from carbon_compile.templates.quantize_kernels import BALANCES, Balance, Digits
+
+_POISONED = tl.constexpr(POISON // 2)  # any sum of exponents above this includes a POISON
+# The bf16 engine: FLUSH products of two digits, each at most 2^14, stay within 2^22.
+_FLUSH = tl.constexpr(256)
+
+
+@triton.jit
+def _load_tile(operand, row, k, limit, KP, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+    """Digits [ROWS, BK] from row `row` on. Rows of another plane or batch may follow: such results
+    are never stored."""
+    if TMA:
+        tile = operand.load([row, k])
+    else:
+        r = tl.minimum(row + tl.arange(0, ROWS), limit - 1).to(tl.int64)
+        tile = tl.load(operand + r[:, None] * KP + (k + tl.arange(0, BK))[None, :])
+    return tile
+
+
+@triton.jit
+def _rounded_words(high, low):
+    """RN(high 2^32 + low), low >= 0; see `matmul.round_two_words`."""
+    high += low >> 32
+    low = low & 0xFFFFFFFF
+    one_word = (high >= -(1 << 30)) & (high < (1 << 30))
+    small = ((high << 32) | low).to(tl.float32)
+    large = (high | (low != 0).to(tl.int64)).to(tl.float32) * 4294967296.0
+    return tl.where(one_word, small, large)
+
+
+@triton.jit
+def _store_result(
+    rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
+    out_m, out_n, bias_m, bias_n, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scale in two exact steps, add the bias, round to the output type, store."""
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    exponent = ea[:, None] + eb[None, :]
+    k = tl.minimum(tl.maximum(exponent, -250), 250)
+    half = k >> 1
+    c = rounded * kernels._power_of_two(half) * kernels._power_of_two(k - half)
+    if HAS_BIAS:
+        offset = m.to(tl.int64)[:, None] * bias_m + n.to(tl.int64)[None, :] * bias_n
+        c += tl.load(bias_ptr + offset, mask=mask, other=0).to(tl.float32)
+    nan = (exponent > _POISONED) | (c != c)
+    element: tl.constexpr = out_ptr.dtype.element_ty
+    # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
+    if element == tl.bfloat16:
+        bits = c.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = tl.where(nan, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif element == tl.float16:
+        bits = c.to(tl.float16).to(tl.int16, bitcast=True)
+        value = tl.where(nan, 0x7E00, bits.to(tl.int32)).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        bits = c.to(tl.int32, bitcast=True)
+        value = tl.where(nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    offset = m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+    tl.store(out_ptr + offset, value, mask=mask)
+
+
+@triton.jit
+def _levels(
+    a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """T = top 256^(2 D - 2) + low of one tile over BK * steps of the contraction, one level after
+    another: few registers.
+
+    A dynamic loop over levels: unrolled, the compiler keeps too much alive and spills.
+    """
+    acc = tl.zeros((BM, BN), tl.int32)
+    low = tl.zeros((BM, BN), tl.int32)
+    for level in range(0, 2 * D - 1):
+        first = tl.maximum(0, level - (D - 1))
+        pairs = tl.minimum(level, D - 1) - first + 1
+        if BF16:
+            flush: tl.constexpr = _FLUSH // BK
+            for t0 in range(0, pairs * steps, flush):
+                part = tl.zeros((BM, BN), tl.float32)
+                for t in range(t0, tl.minimum(t0 + flush, pairs * steps)):
+                    i = first + t // steps
+                    k = k_start + (t % steps) * BK
+                    x = _load_tile(a, i * a_plane + a_row, k, D * a_plane, KP, BM, BK, TMA)
+                    y = _load_tile(b, (level - i) * b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA)
+                    part = tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16).T, part)
+                acc += part.to(tl.int32)
+        else:
+            for t in range(0, pairs * steps):
+                i = first + t // steps
+                k = k_start + (t % steps) * BK
+                x = _load_tile(a, i * a_plane + a_row, k, D * a_plane, KP, BM, BK, TMA)
+                y = _load_tile(b, (level - i) * b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA)
+                acc = tl.dot(x, y.T, acc, out_dtype=tl.int32)
+        if level < 2 * D - 2:
+            low = low | ((acc & 255) << (8 * level))
+            acc = acc >> 8
+    return acc, low
+
+
+@triton.jit
+def _joint(
+    a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The same total from one pass over the contraction, every digit loaded once and all levels
+    kept apart: less traffic, 2 D - 1 accumulators."""
+    l0 = tl.zeros((BM, BN), tl.int32)
+    l1 = tl.zeros((BM, BN), tl.int32)
+    l2 = tl.zeros((BM, BN), tl.int32)
+    l3 = l0
+    l4 = l0
+    if D == 3:
+        l3 = tl.zeros((BM, BN), tl.int32)
+        l4 = tl.zeros((BM, BN), tl.int32)
+    for step in range(0, steps):
+        k = k_start + step * BK
+        a0 = _load_tile(a, a_row, k, D * a_plane, KP, BM, BK, TMA)
+        b0 = _load_tile(b, b_row, k, D * b_plane, KP, BN, BK, TMA)
+        a1 = _load_tile(a, a_plane + a_row, k, D * a_plane, KP, BM, BK, TMA)
+        b1 = _load_tile(b, b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA)
+        l0 = tl.dot(a0, b0.T, l0, out_dtype=tl.int32)
+        l1 = tl.dot(a0, b1.T, l1, out_dtype=tl.int32)
+        l1 = tl.dot(a1, b0.T, l1, out_dtype=tl.int32)
+        l2 = tl.dot(a1, b1.T, l2, out_dtype=tl.int32)
+        if D == 3:
+            a2 = _load_tile(a, 2 * a_plane + a_row, k, D * a_plane, KP, BM, BK, TMA)
+            b2 = _load_tile(b, 2 * b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA)
+            l2 = tl.dot(a0, b2.T, l2, out_dtype=tl.int32)
+            l2 = tl.dot(a2, b0.T, l2, out_dtype=tl.int32)
+            l3 = tl.dot(a1, b2.T, l3, out_dtype=tl.int32)
+            l3 = tl.dot(a2, b1.T, l3, out_dtype=tl.int32)
+            l4 = tl.dot(a2, b2.T, l4, out_dtype=tl.int32)
+    low = l0 & 255
+    l1 += l0 >> 8
+    low = low | ((l1 & 255) << 8)
+    l2 += l1 >> 8
+    if D == 3:
+        low = low | ((l2 & 255) << 16)
+        l3 += l2 >> 8
+        low = low | ((l3 & 255) << 24)
+        l4 += l3 >> 8
+        top = l4
+    else:
+        top = l2
+    return top, low
+
+
+@triton.jit
+def _emit(
+    top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+    out_m, out_n, bias_m, bias_n,
+    D: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Store results, or add totals to memory."""
+    total = (top.to(tl.int64) << (16 * (D - 1))) | (low.to(tl.int64) & 0xFFFFFFFF)
+    if WORDS == 0:
+        ea = tl.load(ea_ptr + m, mask=m < M, other=0)
+        eb = tl.load(eb_ptr + n, mask=n < N, other=0)
+        _store_result(total.to(tl.float32), ea, eb, out_ptr, bias_ptr, m, n, M, N,
+                      out_m, out_n, bias_m, bias_n, HAS_BIAS)  # fmt: skip
+    else:
+        pointers = total_ptr + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        if WORDS == 1:
+            tl.atomic_add(pointers, total, mask=mask, sem="relaxed")
+        else:
+            tl.atomic_add(pointers, total & 0xFFFFFFFF, mask=mask, sem="relaxed")
+            tl.atomic_add(pointers + total_plane, total >> 32, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def gemm_kernel(
+    a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, TMA: tl.constexpr, JOINT: tl.constexpr, BF16: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One output tile over one span of the contraction.
+
+    WORDS = 0: the span is all of it, and the result is stored. Else the tile's total is added to
+    one or two int64 words in memory, for `finish_kernel`.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    splits = tl.cdiv(KP, span)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    split = pid // tiles % splits
+    batch = pid // tiles // splits
+    # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
+    group = tile // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    tile_m = group * GROUP + inside % height
+    tile_n = inside // height
+
+    a_row = batch * a_batch + tile_m * BM
+    b_row = batch * b_batch + tile_n * BN
+    k_start = split * span
+    steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
+    if JOINT:
+        top, low = _joint(a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA)
+    else:
+        top, low = _levels(a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA, BF16)
+
+    out_ptr += batch.to(tl.int64) * out_b
+    total_ptr += batch.to(tl.int64) * out_b  # totals are laid out as the (contiguous) output is
+    bias_ptr += batch.to(tl.int64) * bias_b
+    ea_ptr += batch * a_batch
+    eb_ptr += batch * b_batch
+    m = tile_m * BM + tl.arange(0, BM)
+    if BM * BN > 128 * 128:
+        # Half a tile at a time: int64 totals of a whole one exceed shared memory on their way out.
+        top0, top1 = tl.split(tl.permute(tl.reshape(top, (BM, 2, BN // 2)), (0, 2, 1)))
+        low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
+        n = tile_n * BN + tl.arange(0, BN // 2)
+        _emit(top0, low0, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+              out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+        _emit(top1, low1, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n + BN // 2, M, N,
+              total_plane, out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+    else:
+        n = tile_n * BN + tl.arange(0, BN)
+        _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+              out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+
+
+@triton.jit
+def finish_kernel(
+    out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n,
+    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Results from totals in memory."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    batch = pid // (tiles_m * tiles_n)
+    m = (pid // tiles_n % tiles_m) * BM + tl.arange(0, BM)
+    n = (pid % tiles_n) * BN + tl.arange(0, BN)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    offset = batch.to(tl.int64) * out_b + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+    total = tl.load(total_ptr + offset, mask=mask, other=0)
+    if WORDS == 1:
+        rounded = total.to(tl.float32)
+    else:
+        rounded = _rounded_words(tl.load(total_ptr + total_plane + offset, mask=mask, other=0), total)
+    ea = tl.load(ea_ptr + batch * a_batch + m, mask=m < M, other=0)
+    eb = tl.load(eb_ptr + batch * b_batch + n, mask=n < N, other=0)
+    out_ptr += batch.to(tl.int64) * out_b
+    bias_ptr += batch.to(tl.int64) * bias_b
+    _store_result(rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N, out_m, out_n, bias_m, bias_n, HAS_BIAS)
+
+
+def quantize_operands(a: Tensor, b: Tensor, window: int, balance: str) -> tuple[Digits, Digits]:
+    """Digits of a [..., M, K] by rows and of b [..., K, N] by columns; a batch of stride 0 once."""
+    maxima = None
+    if balance != "none":
+        second = kernels.maxima(b, -1)
+        first = kernels.maxima(a, -2) if balance == "gradient" else second
+        maxima = Balance(BALANCES[balance], first, second)
+    return (
+        kernels.quantize(_one_copy(a), window, -1, maxima, 1),
+        kernels.quantize(_one_copy(b), window, -2, maxima, -1),
+    )
+
+
+def multiply(a, b, window, balance, bias, out_dtype, engine="int8", plan=None) -> Tensor:
+    """a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty."""
+    qa, qb = quantize_operands(a, b, window, balance)
+    batch = a.shape[0] if a.dim() == 3 else 1
+    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype, device=a.device)
+    multiply_digits(qa, qb, window, batch, out, bias, engine, plan)
+    return out
+
+
+def multiply_digits(
+    qa: Digits, qb: Digits, window: int, batch: int, out: Tensor,
+    bias: Tensor | None = None, engine: str = "int8", plan: launch.Plan | None = None,
+) -> None:  # fmt: skip
+    """The product of quantised operands into the contiguous `out` [..., M, N]."""
+    plan = plan or launch.gemm_plan(
+        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(out.device), engine
+    )
+    m, n = qa.rows, qb.rows
+    strides = (m * n, n, 1)
+    bias_strides = (0, 0, 0) if bias is None else (0, *bias.stride())[-3:]
+    if plan.swap:
+        # Tensor cores have a tall side; few rows go on the other one, as C^T = B^T A^T.
+        qa, qb, m, n = qb, qa, n, m
+        strides = (strides[0], strides[2], strides[1])
+        bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
+    planes = DIGITS[window]
+    total = _totals(plan, out)
+    a_plane, b_plane = qa.exponents.numel(), qb.exponents.numel()
+    a_batch, b_batch = (m if a_plane > m else 0), (n if b_plane > n else 0)
+    splits = triton.cdiv(qa.padded, plan.span)
+    grid = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * splits * batch
+    operands = [
+        TensorDescriptor(q.digits, [planes * rows, q.padded], [q.padded, 1], [block, plan.bk])
+        if plan.tma else q.digits
+        for q, rows, block in ((qa, a_plane, plan.bm), (qb, b_plane, plan.bn))
+    ]  # fmt: skip
+    anything = out if bias is None else bias
+    gemm_kernel[(grid,)](
+        *operands, out, total, anything, qa.exponents, qb.exponents,
+        m, n, qa.padded, plan.span, a_plane, b_plane, a_batch, b_batch, out.numel(),
+        *strides, *bias_strides,
+        D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
+        TMA=plan.tma, JOINT=plan.joint, BF16=engine == "bf16", HAS_BIAS=bias is not None,
+        num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
+    )  # fmt: skip
+    if plan.words:
+        bm, bn = launch.FINISH_TILE
+        if plan.swap:
+            bm, bn = bn, bm
+        finish_kernel[(triton.cdiv(m, bm) * triton.cdiv(n, bn) * batch,)](
+            out, total, anything, qa.exponents, qb.exponents,
+            m, n, a_batch, b_batch, out.numel(), *strides, *bias_strides,
+            BM=bm, BN=bn, WORDS=plan.words, HAS_BIAS=bias is not None,
+            num_warps=4, **launch.STRICT,
+        )  # fmt: skip
+
+
+def _totals(plan: launch.Plan, out: Tensor) -> Tensor:
+    if plan.words == 0:
+        return out
+    return torch.zeros((plan.words, out.numel()), dtype=torch.int64, device=out.device)
+
+
+def _one_copy(x: Tensor) -> Tensor:
+    return x[:1] if x.dim() == 3 and x.stride(0) == 0 else x

@@ -1,0 +1,115 @@
+"""Windows and balances: how a floating operand becomes integers (contract section 4).
+
+A row of the first operand (a column of the second) is the unit: its largest magnitude over the
+whole contraction fixes one exponent s, and every element becomes q = RNE(x 2^(d_k - s)) with
+|q| < 2^(w-1), where d_k is the balance of contraction index k (0 when there is none).
+
+Everything here is the CPU twin in float64, which holds every value met on the way exactly: an
+operand has at most 24 significant bits and exponents within +-149, a balance moves it by at most
+149 more. `quantize_kernels` does the same on a GPU in binary32 and integers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DIGITS = {16: 2, 24: 3}  # window in bits -> balanced radix-256 digits
+
+# Codes a row exponent can carry beside its value; real ones stay within +-1000.
+POISON = 1 << 16  # the row holds an infinity or a NaN: everything it meets becomes NaN
+EMPTY = -(1 << 16)  # nothing but zeros
+
+# bexpo(m) = expo(m * 129/128): added to the bits of a binary32 significand, this carries into the
+# exponent field exactly when the significand reaches 2 * 128/129. It keeps |q| <= 2^(w-1) * 128/129,
+# which is what lets balanced digits stay within int8.
+BEXPO_BUMP = 130055
+# An infinity or NaN has no exponent, yet its row still takes part in balances: it counts as the
+# binade above the largest finite one, which is what its exponent field reads as.
+EXPO_NONFINITE = 129
+
+
+class Quantized(NamedTuple):
+    """Integers `q` (float64, shaped as the operand) and the exponent of each row, [..., rows]."""
+
+    q: Tensor
+    exponents: Tensor
+
+
+def exponents(magnitudes: Tensor, bump: int = 0) -> Tensor:
+    """expo(m) of float64 magnitudes m >= 0 that have 24 significant bits; bexpo(m) with the bump.
+
+    Zero gives EMPTY, an infinity or NaN EXPO_NONFINITE. int32, shaped as the input.
+    """
+    # The upper 35 bits of a binary64 are a binary32 pattern with a wider exponent field.
+    pattern = magnitudes.contiguous().view(torch.int64) >> 29
+    e = ((pattern + bump) >> 23) - 1022
+    e = torch.where(magnitudes.isfinite(), e, EXPO_NONFINITE)
+    return torch.where(magnitudes == 0, EMPTY, e).to(torch.int32)
+
+
+def powers_of_two(e: Tensor) -> Tensor:
+    """2^e exactly, float64; |e| <= 1022."""
+    return ((e.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+def maxima(x: Tensor, dim: int) -> Tensor:
+    """max |x| along `dim` in float64. Exact, so its order is free; NaN wins."""
+    return x.abs().amax(dim).double()
+
+
+def weight_balance(b: Tensor) -> Tensor:
+    """d_k = expo(max_j |B_kj|) of a weight B [K, N], 0 for a zero row; int32 [K]."""
+    e = exponents(maxima(b, 1))
+    return e.masked_fill_(e == EMPTY, 0)
+
+
+def gradient_balance(a: Tensor, b: Tensor) -> Tensor:
+    """d_m = trunc((expo(max|dC_m|) - expo(max|A_m|)) / 2), 0 if either is zero; int32 [tokens].
+
+    `a` is A^T [features, tokens], `b` is dC [tokens, N].
+    """
+    ea, eb = exponents(maxima(a, 0)), exponents(maxima(b, 1))
+    d = torch.div(eb - ea, 2, rounding_mode="trunc")
+    return d.masked_fill_((ea == EMPTY) | (eb == EMPTY), 0)
+
+
+def quantize(x: Tensor, window: int, contraction: int, balance: Tensor | None = None) -> Quantized:
+    """Integers and row exponents of `x`, contracted along dimension `contraction`.
+
+    `balance` is an int32 vector over the contraction, already signed for this operand. A poisoned
+    row gets q = 0 and the exponent POISON, a zero row the exponent 0.
+    """
+    if balance is None:
+        largest = maxima(x, contraction)
+        scaled = x.double()
+    else:
+        shape = [1] * x.dim()
+        shape[contraction] = -1
+        scaled = x.double() * powers_of_two(balance).view(shape)
+        largest = maxima(scaled, contraction)
+    e = exponents(largest, BEXPO_BUMP)
+    empty, poisoned = e == EMPTY, ~largest.isfinite()
+    e = (e - (window - 1)).masked_fill_(empty | poisoned, 0)
+    scale = powers_of_two(-e).unsqueeze(contraction)
+    # A float64 input comes back from .double() itself; never scale the caller's tensor.
+    q = (scaled * scale if scaled is x else scaled.mul_(scale)).round_()
+    if poisoned.any():
+        q = q.masked_fill_(poisoned.unsqueeze(contraction), 0)
+        e = e.masked_fill_(poisoned, POISON)
+    return Quantized(q, e)
+
+
+def digits(q: Tensor, window: int) -> Tensor:
+    """Balanced radix-256 digits of integers, least significant first: int8 [D, *q.shape].
+
+    The digit split is an engine's choice and not part of the contract.
+    """
+    rest, planes = q.to(torch.int32), []
+    for _ in range(DIGITS[window]):
+        low = ((rest + 128) & 255) - 128
+        planes.append(low.to(torch.int8))
+        rest = (rest - low) >> 8
+    return torch.stack(planes)

@@ -1,0 +1,457 @@
+"""Exact products against an oracle in Python integers, and the freedoms the contract promises."""
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+
+from carbon_compile.templates import launch, matmul, quantize
+from carbon_compile.templates.matmul import exact_bmm, exact_mm
+
+WINDOWS = (16, 24)
+NAN = 0x7FC00000
+
+
+def bits(x):
+    return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+def same(x, y):
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
+
+
+def wild(*shape, dtype=torch.float32, seed=0):
+    """Values of many magnitudes."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=g) * torch.exp(2 * torch.randn(*shape, generator=g))
+    return x.to(dtype)
+
+
+# ---- the oracle: rationals, one element at a time ----
+
+
+def expo(m: Fraction) -> int:
+    e = m.numerator.bit_length() - m.denominator.bit_length()
+    while m >= Fraction(2) ** e:
+        e += 1
+    while m < Fraction(2) ** (e - 1):
+        e -= 1
+    return e
+
+
+def rn(x: Fraction):
+    """To binary32, ties to even, gradual underflow; a float that holds it."""
+    if x == 0:
+        return 0.0
+    quantum = Fraction(2) ** max(expo(abs(x)) - 24, -149)
+    rounded = round(x / quantum) * quantum
+    if abs(rounded) >= 2**128:
+        return float("inf") if x > 0 else float("-inf")
+    return float(rounded) if rounded or x > 0 else -0.0
+
+
+def times(x, power):
+    return x if x in (0, float("inf"), float("-inf")) else rn(Fraction(x) * Fraction(2) ** power)
+
+
+def rationals(x):
+    finite = [[torch.tensor(v).isfinite().item() for v in row] for row in x.float().tolist()]
+    return [
+        [Fraction(v) if ok else None for v, ok in zip(row, oks)]
+        for row, oks in zip(x.float().tolist(), finite)
+    ]
+
+
+def integers(row, d, window):
+    """(q, s) of one row, None if poisoned."""
+    if any(v is None for v in row):
+        return None
+    row = [v * Fraction(2) ** e for v, e in zip(row, d)]
+    largest = max(abs(v) for v in row)
+    if largest == 0:
+        return [0] * len(row), 0
+    s = expo(largest * Fraction(129, 128)) - (window - 1)
+    return [round(v / Fraction(2) ** s) for v in row], s
+
+
+def balance_of(a, b, balance):
+    """d_k from rational rows of a and b; a None counts as an infinity."""
+
+    def exponent(values):
+        if any(v is None for v in values):
+            return 129
+        m = max(abs(v) for v in values)
+        return None if m == 0 else expo(m)
+
+    d = []
+    for k in range(len(b)):
+        eb, ea = exponent(b[k]), exponent([row[k] for row in a])
+        if balance == "none" or eb is None or (balance == "gradient" and ea is None):
+            d.append(0)
+        else:
+            d.append(eb if balance == "weight" else int((eb - ea) / 2))
+    return d
+
+
+def oracle(a, b, window, balance="none", bias=None):
+    """float32, before any narrower type."""
+    a, b = rationals(a), rationals(b)
+    d = balance_of(a, b, balance)
+    rows = [integers(row, d, window) for row in a]
+    columns = [integers(list(c), [-e for e in d], window) for c in zip(*b)]
+    out = torch.empty(len(rows), len(columns))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            if row is None or column is None:
+                bits(out)[i, j] = NAN
+                continue
+            total = sum(x * y for x, y in zip(row[0], column[0]))
+            k = min(250, max(-250, row[1] + column[1]))
+            c = times(times(rn(Fraction(total)), k // 2), k - k // 2)
+            if bias is not None:
+                c = c if abs(c) == float("inf") else rn(Fraction(c) + Fraction(bias[j].item()))
+            out[i, j] = c
+    return out
+
+
+# ---- bits ----
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("balance", matmul.BALANCES)
+def test_oracle(window, balance):
+    a, b = wild(7, 13, seed=1), wild(13, 6, seed=2)
+    b[4] = 0
+    a[:, 5] = 0
+    bias = wild(6, seed=3)
+    got = exact_mm(a, b, window=window, balance=balance, bias=bias)
+    assert same(got, oracle(a, b, window, balance, bias))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_oracle_narrow_types(window, dtype):
+    a, b = wild(5, 9, dtype=dtype), wild(9, 4, dtype=dtype, seed=1)
+    a[2] = 6e-8 if dtype == torch.float16 else 1e-39
+    want = oracle(a, b, window)
+    assert same(exact_mm(a, b, window=window), want)
+    assert same(exact_mm(a, b, window=window, out_dtype=dtype), want.to(dtype))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("balance", matmul.BALANCES)
+def test_extremes_and_poison(window, balance):
+    big = torch.finfo(torch.float32).max
+    a, b = wild(9, 8, seed=4), wild(8, 7, seed=5)
+    a[0] = 0
+    a[1] *= 1e-41  # subnormal rows, normalised first
+    a[2, 3] = big
+    a[3] = big
+    a[4, 2] = float("inf")
+    a[5] = 2.0**-149
+    a[6] = 1.984375  # 127/64: the significand where bexpo steps
+    b[:, 1] = 0
+    b[:, 2] *= 1e-43
+    b[6, 3] = float("nan")
+    b[5, 4] = -big
+    b[7] = 0
+    got = exact_mm(a, b, window=window, balance=balance)
+    want = oracle(a, b, window, balance)
+    assert same(got, want)
+    assert (bits(got[4]) == NAN).all() and (bits(got[:, 3]) == NAN).all()
+    assert got[0, 0].item() == 0 and bits(got)[0, 0] == 0
+    for dtype, nan in ((torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)):
+        narrow = exact_mm(a, b, window=window, balance=balance, out_dtype=dtype)
+        assert (bits(narrow[4]) == nan).all()
+        assert same(narrow, torch.where(want.isnan(), torch.tensor(nan, dtype=torch.int16).view(dtype), want.to(dtype)))
+
+
+def test_bexpo_formula():
+    """The integer formula against the definition, around the step and at the ends."""
+    patterns = torch.cat([
+        torch.arange(0x3FFE0000 - 4000, 0x3FFE0000 + 4000) - 0x2F0,
+        torch.tensor([1, 2, 3, 0x7FFFFF, 0x800000, 0x7F7FFFFF]),
+    ]).to(torch.int32)  # fmt: skip
+    m = patterns.view(torch.float32)
+    got = quantize.exponents(m.double(), quantize.BEXPO_BUMP)
+    want = [expo(Fraction(v) * Fraction(129, 128)) for v in m.tolist()]
+    assert got.tolist() == want
+    assert quantize.exponents(m.double()).tolist() == [expo(Fraction(v)) for v in m.tolist()]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_overflow_to_infinity_and_bias(window):
+    a = torch.full((1, 4), 3e38)
+    b = torch.tensor([[3e38], [3e38], [3e38], [-1.0]])
+    assert exact_mm(a, b, window=window).item() == float("inf")
+    got = exact_mm(a, b, window=window, bias=torch.tensor([float("-inf")]))
+    assert bits(got).item() == NAN
+
+
+# ---- freedoms ----
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("balance", matmul.BALANCES)
+def test_contraction_order_and_splits(window, balance):
+    a, b = wild(33, 301), wild(301, 29, seed=1)
+    want = exact_mm(a, b, window=window, balance=balance)
+    order = torch.randperm(301, generator=torch.Generator().manual_seed(7))
+    assert same(exact_mm(a[:, order], b[order], window=window, balance=balance), want)
+    d = {"none": None, "weight": quantize.weight_balance(b), "gradient": quantize.gradient_balance(a, b)}[balance]
+    qa = quantize.quantize(a, window, -1, d)
+    qb = quantize.quantize(b, window, -2, None if d is None else -d)
+    total = 0
+    for start, end in ((0, 1), (1, 120), (120, 300), (300, 301)):
+        total = total + qa.q[:, start:end].to(torch.int64) @ qb.q[start:end].to(torch.int64)
+    assert torch.equal(matmul.rounded_total(qa.q, qb.q, window), total.float())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_threads_strides_and_row_slices(window):
+    a, b = wild(257, 200), wild(200, 31, seed=1)
+    want = exact_mm(a, b, window=window, balance="weight")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert same(exact_mm(a, b, window=window, balance="weight"), want)
+    finally:
+        torch.set_num_threads(threads)
+    wide = torch.zeros(514, 401)
+    wide[::2, 1::2] = a
+    for left in (a.t().contiguous().t(), wide[::2, 1::2]):
+        for right in (b.t().contiguous().t(), torch.cat([b, b], 1)[:, :31]):
+            assert same(exact_mm(left, right, window=window, balance="weight"), want)
+    for m in (*range(1, 20), 31, 64, 65, 128, 255, 256, 257):
+        assert same(exact_mm(a[:m], b, window=window, balance="weight"), want[:m])
+    row = exact_mm(a[:1].expand(5, 200), b, window=window)
+    assert same(row, exact_mm(a[:1], b, window=window).expand(5, 31))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_bmm_is_mm_per_batch(window):
+    a, b = wild(4, 9, 33), wild(4, 33, 10, seed=1)
+    got = exact_bmm(a, b, window=window)
+    for i in range(4):
+        assert same(got[i], exact_mm(a[i], b[i], window=window))
+    shared = exact_bmm(a, b[:1].expand(4, 33, 10), window=window)
+    assert same(shared.flatten(0, 1), exact_mm(a.flatten(0, 1), b[0], window=window))
+    swapped = exact_bmm(b.transpose(1, 2), a.transpose(1, 2), window=window)
+    assert same(swapped.transpose(1, 2), got)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_short_contractions_and_empty_shapes(window):
+    a, b = wild(5, 1), wild(1, 6, seed=1)
+    a[0], b[0, 0], b[0, 1] = float("inf"), 0.0, float("nan")
+    want = a * b
+    want[want.isnan()] = float("nan")
+    assert same(exact_mm(a, b, window=window, balance="weight"), want)
+    bias = wild(6, seed=2)
+    assert same(exact_mm(a[1:], b[:, 2:], window=window, bias=bias[2:]), want[1:, 2:] + bias[2:])
+    none = exact_mm(torch.empty(5, 0), torch.empty(0, 6), window=window, bias=bias, out_dtype=torch.bfloat16)
+    assert same(none, bias.expand(5, 6).bfloat16())
+    assert same(exact_mm(torch.empty(5, 0), torch.empty(0, 6), window=window), torch.zeros(5, 6))
+    assert exact_mm(torch.empty(0, 3), torch.empty(3, 6), window=window).shape == (0, 6)
+    assert exact_bmm(torch.empty(2, 4, 3), torch.empty(2, 3, 0), window=window).shape == (2, 4, 0)
+
+
+def test_totals_beyond_int64():
+    """K > 2^17 in X3: all products alike and as large as they come, so T leaves int64."""
+    k = 160_001
+    a = torch.full((2, k), 1.984375)
+    b = torch.full((k, 2), 1.984375)
+    a[0, ::3] = -1.3
+    b[5, 1] = 0.7
+    got = exact_mm(a, b, window=24)
+    qa, qb = quantize.quantize(a, 24, -1), quantize.quantize(b, 24, -2)
+    for i in range(2):
+        for j in range(2):
+            total = sum(
+                int((x.to(torch.int64) * y.to(torch.int64)).sum())
+                for x, y in zip(qa.q[i].split(60_000), qb.q[:, j].split(60_000))
+            )
+            power = int(qa.exponents[i] + qb.exponents[j])
+            assert got[i, j].item() == times(rn(Fraction(total)), power)
+            assert j or not i or abs(total) >= 2**63
+
+
+def test_two_word_rounding():
+    """Ties, and a dropped word that breaks one, on both sides of int64."""
+    g = torch.Generator().manual_seed(0)
+    totals = [sign * ((m << shift) + low) for sign in (1, -1) for shift in (0, 7, 38, 39, 40, 52)
+              for m in (1 << 24, (1 << 24) + 1, (1 << 25) - 1, (1 << 25) - 2, (1 << 25) + 2)
+              for low in (-1, 0, 1) + ((1 << shift - 1, (1 << shift - 1) + 1) if shift else ())]  # fmt: skip
+    totals += [int(v) * (1 << 15) for v in torch.randint(-(2**62), 2**62, (200,), generator=g)]
+    high = torch.tensor([t >> 32 for t in totals])
+    low = torch.tensor([t & 0xFFFFFFFF for t in totals])
+    assert matmul.round_two_words(high, low).tolist() == [rn(Fraction(t)) for t in totals]
+    fits = torch.tensor([t for t in totals if abs(t) < 2**63])
+    assert fits.float().tolist() == [rn(Fraction(int(t))) for t in fits]
+
+
+# ---- quantisation ----
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_digits_round_trip(window):
+    x = wild(50, 200)
+    x[7] = torch.linspace(1.9, 1.9844, 200)
+    q = quantize.quantize(x, window, -1).q
+    limit = 2 ** (window - 1) * 128 / 129 + 0.5
+    assert q.abs().max() <= limit
+    planes = quantize.digits(q, window)
+    assert planes.shape[0] == quantize.DIGITS[window]
+    assert torch.equal(sum(p.double() * 256.0**i for i, p in enumerate(planes)), q)
+
+
+def test_caller_tensors_are_untouched():
+    a, b = wild(4, 6), wild(6, 4)
+    keep = a.clone(), b.clone()
+    exact_mm(a, b, window=24, balance="weight", bias=b[0])
+    assert same(a, keep[0]) and same(b, keep[1])
+
+
+def test_refusals():
+    x = torch.ones(3, 3)
+    with pytest.raises(TypeError, match="float64"):
+        exact_mm(x.double(), x, window=24)
+    with pytest.raises(ValueError, match="window"):
+        exact_mm(x, x, window=20)
+    with pytest.raises(ValueError, match="balance"):
+        exact_mm(x, x, window=24, balance="both")
+    with pytest.raises(ValueError, match="cannot multiply"):
+        exact_mm(x, x[:2], window=24)
+    with pytest.raises(ValueError, match="cannot multiply"):
+        exact_bmm(x[None], x[None].expand(2, 3, 3), window=24)
+
+
+# ---- accuracy, relative Frobenius error against float64 ----
+
+
+def error(got, a, b):
+    want = a.double() @ b.double()
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def test_accuracy_gaussian():
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 4096, generator=g), torch.randn(4096, 64, generator=g)
+    assert error(exact_mm(a, b, window=24), a, b) <= 1.5 * error(a @ b, a, b)
+    a, b = a.bfloat16(), b.bfloat16()
+    assert error(exact_mm(a, b, window=16), a, b) < 2e-5
+
+
+def test_balances_keep_accuracy():
+    """Outlier channels meeting small weights; token scales that differ in a weight gradient."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(64, 1024, generator=g), torch.randn(1024, 64, generator=g)
+    x[:, ::100] *= 1000
+    w[::100] /= 1000
+    plain, balanced = (error(exact_mm(x, w, window=16, balance=b), x, w) for b in ("none", "weight"))
+    assert balanced < 1e-4 and balanced < plain / 100
+    tokens = torch.exp(2 * torch.randn(1024, 1, generator=g))
+    a, dc = torch.randn(1024, 64, generator=g) / tokens, torch.randn(1024, 64, generator=g) * tokens
+    plain, balanced = (error(exact_mm(a.t(), dc, window=16, balance=b), a.t(), dc) for b in ("none", "gradient"))
+    assert balanced < 1e-4 and balanced < plain / 100
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_plans_cannot_overflow(window):
+    h100 = launch.Hardware((9, 0), 132)
+    pairs = window // 8
+    for m, n, k in ((4096, 4096, 4096), (16, 4096, 4096), (768, 3072, 16384), (1, 1, 200_000), (64, 64, 1 << 20)):
+        plan = launch.gemm_plan(m, n, k, window, 1, h100)
+        assert plan.span % plan.bk == 0 and plan.splits == -(-launch.padded_contraction(k) // plan.span)
+        assert pairs * plan.span * 2**14 + 2**31 // 256 * (pairs - 1) / pairs < 2**31
+        assert plan.words == (0 if plan.splits == 1 else 1 if k <= launch.WORD_LIMIT[window] else 2)
+        assert set(plan.describe()) >= {"engine", "tile", "split_k", "warps", "stages"}
+    assert launch.gemm_plan(768, 3072, 16384, window, 1, h100).splits > 1
+    assert launch.gemm_plan(16, 4096, 4096, window, 1, h100).swap
+
+
+# ---- kernels in the Triton interpreter ----
+
+INTERPRETED = """
+import torch
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def patch_with_index(tensor, scope):  # numpy 2.4 no longer makes an integer of a one-element array
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patch_with_index
+
+from dataclasses import replace
+from carbon_compile.templates import launch, matmul, matmul_kernels, quantize
+from carbon_compile.templates import quantize_kernels as kernels
+
+g = torch.Generator().manual_seed(0)
+a = torch.randn(21, 150, generator=g) * torch.exp(2 * torch.randn(21, 150, generator=g))
+b = torch.randn(150, 19, generator=g) * torch.exp(2 * torch.randn(150, 19, generator=g))
+a[3], b[:, 5], b[20], a[6], a[7] = 0, 0, 0, a[6] * 1e-42, a[7] * 3e37
+a[4, 7], b[9, 3] = float("inf"), float("nan")
+b[21] *= 1e-41
+bias = torch.randn(19, generator=g)
+
+def bits(x):
+    return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.element_size()])
+
+levels = launch.Plan(32, 32, 64, 4, 1)
+joint = launch.Plan(32, 16, 64, 4, 1, joint=True, swap=True, tma=True)
+cases = [("none", torch.float32, levels, 1, a, b), ("weight", torch.bfloat16, joint, 1, a, b.t().contiguous().t()),
+         ("gradient", torch.float16, levels, 3, a.t().contiguous().t(), b), ("weight", torch.float32, joint, 2, a, b)]
+for window in (16, 24):
+    for balance, dtype, plan, splits, x, y in cases:
+        want = matmul.exact_mm(x, y, window=window, balance=balance, bias=bias, out_dtype=dtype)
+        plan = launch.split(plan, 256, window, splits)
+        for words in ({1, 2} if plan.words else {0}):
+            got = matmul_kernels.multiply(x, y, window, balance, bias.expand(21, 19), dtype, plan=replace(plan, words=words))
+            assert torch.equal(bits(got), bits(want)), (window, balance, dtype, plan, words)
+    x, y = a[:20].view(2, 10, 150), b[:, :8].expand(2, 150, 8)
+    got = matmul_kernels.multiply(x, y, window, "none", None, torch.float32, plan=launch.split(levels, 256, window, 1))
+    assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window)))
+
+long = torch.randn(3, 9000, generator=g)
+for x, dim in ((long, -1), (long.t().contiguous(), -2)):
+    d = kernels.quantize(x, 24, dim)
+    q = quantize.quantize(x, 24, dim)
+    planes = quantize.digits(q.q if dim == -1 else q.q.t(), 24)
+    assert torch.equal(d.digits[:, :, :9000], planes) and not d.digits[:, :, 9000:].any()
+    assert torch.equal(d.exponents, q.exponents)
+print("equal")
+"""
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.endswith("equal\n"), run.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("engine", ("int8", "bf16"))
+def test_gpu_equals_cpu(window, engine):
+    for m, n, k in ((1, 1, 2), (17, 129, 257), (64, 300, 1000), (300, 200, 77), (130, 70, 9001)):
+        for balance in matmul.BALANCES:
+            for dtype in matmul.OPERANDS:
+                a, b = wild(m, k, dtype=dtype, seed=m), wild(k, n, dtype=dtype, seed=n)
+                want = exact_mm(a, b, window=window, balance=balance, out_dtype=dtype)
+                for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+                    got = exact_mm(
+                        x.cuda(), y.cuda(), window=window, balance=balance, out_dtype=dtype, engine=engine
+                    )
+                    assert same(got.cpu(), want)
