@@ -1,19 +1,27 @@
 """START HERE: the torch.compile backend, a page of named passes.
 
-    Dynamo graph -> composites -> AOTAutograd -> joint graph -> judge -> rewrite -> verify -> Inductor
+    Dynamo graph -> composites -> AOTAutograd -> joint graph -> judge and rewrite -> verify -> Inductor
 """
 
 import functools
 import hashlib
+import logging
 import pathlib
+import warnings
 
 import torch
 
 from . import host
-from .lowering import pointwise, registry
+from .diagnostics import Diagnostic, Policy, Refused, Report
+from .judge import Judge, Record, canonical_hash, composite_findings, uninitialised_reads
+from .lowering import composites, pointwise, registry
+from .lowering.policy import float32_class
 from .options import Options
 from .rewrite import ambient_policy, replace_graph, rewrite_dynamo, rewrite_joint
+from .runtime import Region, refusing
 from .verify import offenders
+
+log = logging.getLogger(__name__)
 
 
 def carbon(gm, example_inputs, *, mode=None, options=None):
@@ -24,33 +32,71 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     options = Options.parse(mode, options)
     registry.load()
     pointwise.install_lowerings()
-    rewrite_dynamo(gm, ambient_policy(options))
-    with host.no_autocast():
-        return host.compile_fx(
+    policy = ambient_policy(options)
+    guard_matmul_precision()
+    rewrite_dynamo(gm, policy)
+    region = Region(gm, options, policy, source_hash())
+    try:
+        region.compiled = compile_region(gm, example_inputs, region)
+    except Exception as error:
+        refused = cause(error, Refused)
+        if refused is None:
+            raise
+        log.info("refused:\n%s", refused)
+        return refusing(refused.report)
+    return region
+
+
+def compile_region(gm, example_inputs, region, caches=True):
+    """Trace, judge, rewrite and compile; on a warm cache, recall the verdicts instead."""
+    report = Report(policy=Policy(region.options.on_unsafe, frozenset(region.options.allow)))
+    joint = JointPass(region, report)
+    config = {**inductor_config(), **dict(region.options.inductor), "joint_custom_pre_pass": joint, **host.cacheable(composites.call, source_hash())}
+    with host.no_autocast(), composite_findings(report), host.autograd_cache(caches):
+        compiled = host.compile_fx(
             gm,
             example_inputs,
-            inner=compile_inner,
+            inner=functools.partial(compile_inner, region),
             decompositions=Decompositions(),
-            config=host.known_config({**inductor_config(), **dict(options.inductor), "joint_custom_pre_pass": JointPass()}),
+            config=host.known_config(config),
         )
-
-
-def compile_inner(gm, example_inputs, **kwargs):
-    """Inductor on one final graph (forward, backward or inference), after the closed-world check."""
-    left = offenders(gm.graph)
-    if left:
-        raise RuntimeError(f"carbon let an operator through without a rule: {left[0].target} (please report this)")
-    return host.compile_fx_inner(gm, example_inputs, **kwargs)
+    report.raise_if_refused()
+    if not joint.ran and region.recall() is None and caches:
+        return compile_region(gm, example_inputs, region, caches=False)
+    for warned in report.warned:
+        warnings.warn(f"{warned.code}: {warned.message} ({warned.file}:{warned.line})", stacklevel=2)
+    return compiled
 
 
 class JointPass(host.custom_graph_pass()):
     """Judge and rewrite the joint graph; its uuid is our identity in Inductor's caches."""
 
+    def __init__(self, region=None, report=None):
+        self.region, self.report, self.ran = region, report, False
+
     def __call__(self, graph):
-        replace_graph(graph, rewrite_joint(graph.owning_module))
+        self.ran = True
+        judge = Judge(graph.owning_module, self.report.policy)
+        identity = canonical_hash(graph)
+        for node in uninitialised_reads(graph):
+            judge.report.add(Diagnostic.of("CB609", node))
+        rewritten = rewrite_joint(graph.owning_module, judge)
+        self.report.extend(judge.report)
+        self.region.stock = judge.stock
+        self.report.raise_if_refused()
+        replace_graph(graph, rewritten)
+        self.region.remember(Record(identity, tuple(judge.rows), self.report.dump()))
 
     def uuid(self):
         return source_hash()
+
+
+def compile_inner(region, gm, example_inputs, **kwargs):
+    """Inductor on one final graph (forward, backward or inference), after the closed-world check."""
+    left = [n for n in offenders(gm.graph) if n.target not in region.stock]
+    if left:
+        raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
+    return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 class Decompositions(dict):
@@ -63,6 +109,22 @@ class Decompositions(dict):
     @staticmethod
     def _load(version):
         return Decompositions()
+
+
+def guard_matmul_precision():
+    """Compile anew when `torch.set_float32_matmul_precision` changes the class of float32 products."""
+    compiled = float32_class(torch.get_float32_matmul_precision())
+    host.guard_on(
+        lambda: float32_class(torch.get_float32_matmul_precision()) == compiled,
+        f"float32 matmul precision gives products of class {compiled}",
+    )
+
+
+def cause(error, kind):
+    """The exception of `kind` that `error` is or was raised from, or None."""
+    while error is not None and not isinstance(error, kind):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 @functools.cache

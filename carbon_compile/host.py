@@ -81,3 +81,52 @@ def inductor_lowerings():
     from torch._inductor.lowering import lowerings
 
     return lowerings
+
+
+def guard_on(holds, description):
+    """Let the region in compilation be compiled anew when `holds()` is no longer true.
+
+    Does nothing outside a Dynamo compilation.
+    """
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard, TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return
+
+    def create(builder, guard):
+        builder.guard_manager.root.add_lambda_guard(lambda _: holds(), [description], guard.user_stack)
+
+    context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
+
+
+def trace_artifact(name, payload):
+    """A JSON artifact for tlparse, when TORCH_TRACE is set."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=lambda: payload)
+
+
+def cache_dir():
+    """Inductor's cache directory: our records live and die with it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
+
+    return directory()
+
+
+@contextlib.contextmanager
+def autograd_cache(enabled):
+    """Let AOTAutograd's cache be used, or make this one compilation a cold one."""
+    from torch._functorch import config
+
+    if enabled:
+        yield
+    else:
+        with config.patch(enable_autograd_cache=False):
+            yield
+
+
+def cacheable(function, version):
+    """The config patch that lets AOTAutograd cache graphs which call `function`."""
+    return {"unsafe_marked_cacheable_functions": {f"{function.__module__}.{function.__name__}": version}}

@@ -9,6 +9,7 @@ from torch import fx
 from . import host
 from .lowering import composites, registry
 from .lowering.policy import Policy
+from .lowering.random import collect_keys
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
@@ -61,15 +62,17 @@ def ambient_policy(options):
     return policy
 
 
-def rewrite_joint(gm: fx.GraphModule):
-    """Retrace the joint graph with every rule applied; returns a new graph module.
+def rewrite_joint(gm: fx.GraphModule, interpreter: fx.Interpreter):
+    """Retrace the joint graph, run by `interpreter`, with every rule applied; returns a new graph module.
 
     Node metadata (user lines, module paths, recompute and partitioner tags) follow their nodes.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     with fx.traceback.preserve_node_meta(), host.no_autocast(), torch.no_grad():
-        return host.retrace(fx.Interpreter(gm).run, fakes, _rewriting_table())
+        rewritten = host.retrace(interpreter.run, fakes, _rewriting_table())
+    collect_keys(rewritten.graph)
+    return rewritten
 
 
 @functools.cache

@@ -6,6 +6,8 @@ is the same on every device. `call` is how a Dynamo graph says so: a graph node 
 and the policy, and AOTAutograd traces through it.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import types
@@ -64,8 +66,14 @@ class Composites(TorchFunctionMode):
             args, kwargs = self.autocast(function, args, kwargs)
         replacement = registry.COMPOSITES.get(function)
         if replacement is not None:
-            with policy.using(self.policy), Composites(self.policy.with_autocast(None)):
-                return replacement(*args, **kwargs)
+            try:
+                with policy.using(self.policy), Composites(self.policy.with_autocast(None)):
+                    return replacement(*args, **kwargs)
+            except registry.Refusal as refusal:
+                met = _refusals.get()
+                if met is None:
+                    raise
+                met.append((refusal, resolve_name(function), torch.fx.traceback.get_current_meta()))
         if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
             with self:
                 return _body(function)(*args, **kwargs)
@@ -82,6 +90,27 @@ class Composites(TorchFunctionMode):
             wide = any(t.dtype is torch.float32 for t in _tensors((args, kwargs)))
             return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in _LOW else t.dtype)
         return args, kwargs
+
+
+_refusals = contextvars.ContextVar("carbon_refusals", default=None)
+
+
+@contextlib.contextmanager
+def collecting():
+    """Refusals of composites as a list of (refusal, function name, node metadata), instead of raising
+    the first: the function then runs as PyTorch's own, and tracing goes on to the next finding."""
+    met = []
+    token = _refusals.set(met)
+    try:
+        yield met
+    finally:
+        _refusals.reset(token)
+
+
+def resolve_name(function):
+    """How a user writes a function: "torch.nn.functional.conv2d"."""
+    module = getattr(function, "__module__", None) or "torch"
+    return f"{module.replace('torch._C._nn', 'torch.nn.functional')}.{getattr(function, '__name__', function)}"
 
 
 def _tensors(tree):

@@ -64,7 +64,7 @@ def _mm_backward(ctx, grad):
     if ctx.needs_input_grad[1]:
         db = weight_gradient(a, grad, ctx.window, b)
     if ctx.needs_input_grad[2]:
-        dbias = P.sum(grad, [0], dtype=ctx.bias_dtype)
+        dbias = torch.sum(grad, [0], dtype=ctx.bias_dtype)
     return da, db, dbias, None, None, None
 
 

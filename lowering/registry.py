@@ -5,6 +5,8 @@ A rule file registers itself with `@rule` (ATen overloads in the joint graph) or
 list of rule files; nothing is found by scanning.
 """
 
+import contextlib
+import contextvars
 import importlib
 from dataclasses import dataclass
 from typing import Callable
@@ -32,6 +34,28 @@ class Rule:
     reason: str = ""
     code: str = ""
     moves: bool = False  # a call that the function leaves alone may hold floating tensors, of one type
+
+
+class Refusal(NotImplementedError):
+    """Raised by a rule for a call that has no order-free form. Carries a diagnostic code."""
+
+    def __init__(self, code, reason):
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+_stock = contextvars.ContextVar("carbon_stock", default=False)
+
+
+@contextlib.contextmanager
+def as_stock():
+    """Rules stand aside: the user allowed this call to run as PyTorch's own."""
+    token = _stock.set(True)
+    try:
+        yield
+    finally:
+        _stock.reset(token)
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
@@ -74,7 +98,7 @@ def rule(*names, section, verdict="expand", integers="keep", moves=False):
 
     def register(function):
         def guarded(*args, **kwargs):
-            if integers == "keep" and not has_float(args, kwargs):
+            if _stock.get() or integers == "keep" and not has_float(args, kwargs):
                 return NotImplemented
             return function(*args, **kwargs)
 

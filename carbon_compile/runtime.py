@@ -1,0 +1,76 @@
+"""What Dynamo calls: a counted region, or a refusal that stays final."""
+
+import hashlib
+import json
+import os
+import weakref
+
+import torch
+
+from . import host
+from .diagnostics import Refused
+from .judge import Record, canonical_text
+
+REGIONS = weakref.WeakSet()
+
+
+class Region:
+    """One compiled Dynamo graph: its policy, its record and how often it ran."""
+
+    def __init__(self, gm, options, policy, version):
+        self.options, self.policy = options, policy
+        self.key = region_key(gm, options, version)
+        self.calls = 0
+        self.record = None
+        self.stock = set()
+        self.compiled = None
+        REGIONS.add(self)
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.compiled(*args)
+
+    def remember(self, record):
+        """Keep the verdicts beside Inductor's caches, whose hits skip our passes."""
+        self.record = record
+        path = self._path()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}"
+        with open(temporary, "w") as file:
+            json.dump(record.as_dict(), file)
+        os.replace(temporary, path)
+
+    def recall(self):
+        """The verdicts of an earlier process for this very graph, or None."""
+        try:
+            with open(self._path()) as file:
+                self.record = Record.of(json.load(file))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return self.record
+
+    def _path(self):
+        return os.path.join(host.cache_dir(), "carbon", self.key + ".json")
+
+
+def region_key(gm, options, version):
+    """sha256 of the Dynamo graph with its types, the options, and carbon's and PyTorch's versions."""
+    parts = [version, torch.__version__, repr(options), gm.print_readable(print_output=False)]
+    for name, child in gm.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            parts.append(name + canonical_text(child.graph))
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{node.name} {value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.device} {value.requires_grad}")
+    parts.append(str(torch.is_grad_enabled()))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def refusing(report):
+    """A callable that raises: unlike an exception at compile time, `suppress_errors` can't swallow it."""
+
+    def refused(*args):
+        raise Refused(report)
+
+    return refused
