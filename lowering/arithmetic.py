@@ -202,6 +202,9 @@ def narrow(value, dtype):
 
 @rule("aten.full.default", section="1", integers="rule", moves=True)
 def full(size, value, *, dtype=None, **options):
+    if dtype is None:
+        dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.get_default_dtype()
+        return torch.ops.aten.full.default(size, value, dtype=dtype, **options)
     rounded = narrow(value, dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.full.default(size, rounded, dtype=dtype, **options)
 
