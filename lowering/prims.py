@@ -10,6 +10,7 @@ import math
 import torch
 
 from . import elementary, pointwise
+from .registry import Refusal
 
 FLOAT32_MAX = 3.4028235677973366e38  # halfway between the largest binary32 and 2^128
 
@@ -22,7 +23,7 @@ def wide(*tensors):
 def scalar(value, like, dtype=None):
     """A Python number as a 0-d tensor on the device of `like`, rounded once."""
     dtype = dtype or wide(like)
-    if dtype is torch.float32 and isinstance(value, (int, float)) and abs(value) >= FLOAT32_MAX:
+    if dtype is torch.float32 and isinstance(value, (int, float)) and math.fabs(value) >= FLOAT32_MAX:
         value = math.copysign(math.inf, value)
     return torch.full((), value, dtype=dtype, device=like.device)
 
@@ -31,6 +32,8 @@ def apply(name, *args, dtype=None):
     """`carbon::<name>` on tensors and scalars."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     compute = wide(*tensors)
+    if compute is torch.float64 and pointwise.PROGRAMS[name][2] == "2":
+        raise Refusal("CB203", f"{name} has no program for float64 in version 1 of the contract; convert to float32 first")
     like = next((t for t in tensors if t.dim() > 0), tensors[0])
     operands = [a if isinstance(a, torch.Tensor) else scalar(a, like, compute) for a in args]
     return getattr(torch.ops.carbon, name)(*operands, dtype=dtype or compute)
@@ -85,10 +88,10 @@ def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
     The maximum is exact and order-free, and so is the integer total: every schedule gives these bits.
     """
     if x.dtype is torch.float64:
-        raise NotImplementedError("sums of float64 have no rule in version 1 of the contract; convert to float32 first")
+        raise Refusal("CB202", "sums of float64 have no rule in version 1 of the contract; convert to float32 first")
     dims = normal_dims(x, dims)
     if x.dim() == 0:
-        return cast(add(f32(x), 0.0), dtype or torch.float32)
+        return cast(add(f32(x), 0.0), dtype or torch.float32)  # noqa: F821
     if count(x, dims) == 0:
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
@@ -96,7 +99,7 @@ def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
     q = torch.ops.carbon.sum_terms(x, m, dtype=torch.int64)
     total = _integer_sum(q, x, dims)
     result = torch.ops.carbon.sum_total(*total, m, dtype=dtype or torch.float32) if len(total) == 1 else torch.ops.carbon.sum_total2(*total, m, dtype=dtype or torch.float32)
-    return result if keepdim else _squeeze(result, dims)
+    return result if keepdim else squeeze(result, dims)
 
 
 def unit_sum(p, dims, keepdim=True):
@@ -104,7 +107,7 @@ def unit_sum(p, dims, keepdim=True):
     dims = normal_dims(p, dims)
     total = _integer_sum(torch.ops.carbon.unit_terms(p, dtype=torch.int64), p, dims)
     result = torch.ops.carbon.unit_total(total[0], dtype=torch.float32) if len(total) == 1 else torch.ops.carbon.unit_total2(*total, dtype=torch.float32)
-    return result if keepdim else _squeeze(result, dims)
+    return result if keepdim else squeeze(result, dims)
 
 
 def _integer_sum(q, x, dims):
@@ -122,21 +125,25 @@ def _provably_below(n, bound):
     return statically_known_true(n < bound)
 
 
-def _squeeze(x, dims):
+def squeeze(x, dims):
     return torch.ops.aten.squeeze.dims(x, dims) if dims else x
 
 
 def mean(x, dims=None, keepdim=False, dtype=None):
     """Exact sum over the count; the division rounds once in binary32."""
-    return div(sum(x, dims, keepdim), count(x, dims), dtype=dtype)
+    return div(sum(x, dims, keepdim), count(x, dims), dtype=dtype)  # noqa: F821
 
 
 def amax(x, dims=None, keepdim=False):
     """Largest value of floating `x`; NaN wins, a zero is +0. Taken on integer keys, so order-free."""
     key = torch.ops.carbon.order_key(x, dtype=torch.int64 if x.dtype is torch.float64 else torch.int32)
-    key = torch.ops.aten.amax.default(key, normal_dims(x, dims), keepdim)
+    return value_of_key(torch.ops.aten.amax.default(key, normal_dims(x, dims), keepdim), x.dtype)
+
+
+def value_of_key(key, dtype):
+    """The floating value behind an order key; zeros are +0."""
     back = torch.ops.carbon.from_order_key64 if key.dtype is torch.int64 else torch.ops.carbon.from_order_key
-    return back(key, dtype=x.dtype)
+    return back(key, dtype=dtype)
 
 
 def amin(x, dims=None, keepdim=False):

@@ -1,1 +1,83 @@
-"""(to come)"""
+"""Softmax and its logarithm, forward and backward (contract sections 2 and 3).
+
+    m = max x,  p = exp(x - m),  t = sum p on the static grid (p <= 1)
+    softmax      y = p / t
+    log_softmax  y = (x - m) - log t
+    backward     dx = (g - sum(g y)) y         and    dx = g - exp(y) sum(g)
+
+All in binary32, one rounding an operation, rounded once to the storage type. A row with an infinite
+maximum or a NaN is NaN throughout, as in PyTorch.
+"""
+
+import torch
+
+from . import prims as P
+from .registry import rule
+
+
+def _parts(x, dim):
+    """(x - m, p, t, m) with `dim` kept."""
+    m = P.amax(P.f32(x), [dim], True)
+    shifted = P.sub(x, m)
+    p = P.exp(shifted)
+    return shifted, p, P.unit_sum(p, [dim]), m
+
+
+def _along(formula, x, dim, *more):
+    """Apply `formula(x, dim, ...)`, which needs at least one dimension and one element."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if x.dim() > 0:
+        return formula(x, dim, *more)
+    more = [t.unsqueeze(0) if isinstance(t, torch.Tensor) else t for t in more]
+    return formula(x.unsqueeze(0), 0, *more).squeeze(0)
+
+
+@rule("aten._softmax.default", section="3")
+def softmax(x, dim, half_to_float=False):
+    return P.cast(_along(_softmax, x, dim), torch.float32 if half_to_float else x.dtype)
+
+
+def _softmax(x, dim):
+    _, p, total, _ = _parts(x, dim)
+    return P.div(p, total)
+
+
+@rule("aten._safe_softmax.default", section="3", integers="rule")
+def safe_softmax(x, dim, dtype=None):
+    """Softmax, but 0 where a whole row is -inf."""
+    return P.cast(_along(_safe_softmax, x, dim), dtype or x.dtype)
+
+
+def _safe_softmax(x, dim):
+    _, p, total, m = _parts(x, dim)
+    empty = P.eq(m, float("-inf"), dtype=torch.bool)
+    return torch.ops.carbon.select(empty, P.scalar(0.0, x, torch.float32), P.div(p, total), dtype=torch.float32)
+
+
+@rule("aten._log_softmax.default", section="3")
+def log_softmax(x, dim, half_to_float=False):
+    return P.cast(_along(_log_softmax, x, dim), torch.float32 if half_to_float else x.dtype)
+
+
+def _log_softmax(x, dim):
+    shifted, _, total, _ = _parts(x, dim)
+    return P.sub(shifted, P.log(total))
+
+
+@rule("aten._softmax_backward_data.default", section="3")
+def softmax_backward(g, y, dim, dtype):
+    return P.cast(_along(_softmax_backward, g, dim, y), dtype)
+
+
+def _softmax_backward(g, dim, y):
+    return P.mul(P.sub(g, P.sum(P.mul(g, y), [dim], True)), y)
+
+
+@rule("aten._log_softmax_backward_data.default", section="3")
+def log_softmax_backward(g, y, dim, dtype):
+    return P.cast(_along(_log_softmax_backward, g, dim, y), dtype)
+
+
+def _log_softmax_backward(g, dim, y):
+    return P.sub(g, P.mul(P.exp(y), P.sum(g, [dim], True)))
