@@ -11,17 +11,16 @@ the integer product alone, beside cuBLAS.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import sys
 import time
-from dataclasses import replace
 
 import torch
-from tabulate import tabulate
-
 from carbon_compile.templates import launch, matmul
 from carbon_compile.templates import quantize as twin
+from tabulate import tabulate
 
 # m, n, k, balance, layout of a and b ("k": contraction contiguous, "r": rows contiguous)
 SHAPES = {
@@ -100,7 +99,9 @@ def inputs(shape: tuple, dtype, device: str) -> tuple[torch.Tensor, torch.Tensor
     pair = []
     for rows, layout in ((m, layouts[0]), (n, layouts[1])):
         lead = (batch,) if batch else ()
-        x = torch.randn(*lead, *((rows, k) if layout == "k" else (k, rows)), generator=g, device=device)
+        x = torch.randn(
+            *lead, *((rows, k) if layout == "k" else (k, rows)), generator=g, device=device
+        )
         pair.append((x if layout == "k" else x.transpose(-1, -2)).to(dtype))
     return pair[0], pair[1].transpose(-1, -2), batch, "none" if batch else balance
 
@@ -172,13 +173,15 @@ def tune(name: str, window: int) -> list[tuple[float, dict]]:
     out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="cuda")
     kernels.multiply_digits(qa, qb, window, batch or 1, out)
     reference, times = out.clone(), []
-    chosen = launch.gemm_plan(*a.shape[-2:-1], b.shape[-1], qa.padded, window, batch or 1, launch.hardware(out.device))
+    hardware = launch.hardware(out.device)
+    chosen = launch.gemm_plan(qa.rows, qb.rows, qa.padded, window, batch or 1, hardware)
     for plan in launch.variants(chosen, qa.padded, window):
+        run = functools.partial(kernels.multiply_digits, qa, qb, window, batch or 1, out, plan=plan)
         try:
             out.zero_()
-            kernels.multiply_digits(qa, qb, window, batch or 1, out, plan=plan)
+            run()
             assert torch.equal(out, reference), plan
-            times.append((milliseconds(lambda: kernels.multiply_digits(qa, qb, window, batch or 1, out, plan=plan)), plan))
+            times.append((milliseconds(run), plan))
         except Exception as e:  # out of shared memory or registers
             print("skipped", plan, type(e).__name__, str(e)[:80], file=sys.stderr)
     return sorted(times, key=lambda t: t[0])
@@ -218,10 +221,24 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     start = time.perf_counter()
     want = check("cpu")
-    wrong = [f"{engine} {key}" for engine in ("int8", "bf16") for key, value in check(options.device, engine).items() if want[key] != value]
-    print(f"bits: {2 * len(want) - len(wrong)} of {2 * len(want)} cases equal the CPU twin", *wrong, sep="\n  ")
+    wrong = [
+        f"{engine} {key}"
+        for engine in ("int8", "bf16")
+        for key, value in check(options.device, engine).items()
+        if want[key] != value
+    ]
+    print(
+        f"bits: {2 * len(want) - len(wrong)} of {2 * len(want)} cases equal the CPU twin",
+        *wrong,
+        sep="\n  ",
+    )
     print(f"({time.perf_counter() - start:.1f} s)", flush=True)
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "wrong": wrong, "hashes": want}
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "wrong": wrong,
+        "hashes": want,
+    }
     if options.tune is not None:
         for name in options.tune or SHAPES:
             for window in (16, 24):
@@ -229,14 +246,25 @@ def main() -> int:
                 print(name, f"X{window // 8}")
                 for ms, plan in fastest:
                     print(f"  {ms:.4f}", plan, flush=True)
-                report[f"tune {name} {window}"] = [(ms, launch.plan_as_dict(plan)) for ms, plan in fastest]
+                report[f"tune {name} {window}"] = [
+                    (ms, launch.plan_as_dict(plan)) for ms, plan in fastest
+                ]
     else:
         report["times"] = []
         for name in SHAPES:
             for window in (16, 24):
                 report["times"].append(time_shape(name, window))
                 torch.cuda.empty_cache()
-        print(tabulate([{k: str(v) if k == "plan" else v for k, v in row.items()} for row in report["times"]], headers="keys", floatfmt=".3f"))
+        print(
+            tabulate(
+                [
+                    {k: str(v) if k == "plan" else v for k, v in row.items()}
+                    for row in report["times"]
+                ],
+                headers="keys",
+                floatfmt=".3f",
+            )
+        )
     print(f"({time.perf_counter() - start:.1f} s)")
     if options.json:
         with open(options.json, "w") as f:

@@ -183,7 +183,9 @@ def gemm_plan(
         for s in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 22, 24, 32)
         if s == 1 or padded // plan.bk >= 4 * s
     ]
-    return min(plans, key=lambda plan: _microseconds(plan, rows, columns, padded, window, batch, hw))
+    return min(
+        plans, key=lambda plan: _microseconds(plan, rows, columns, padded, window, batch, hw)
+    )
 
 
 def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
@@ -234,7 +236,11 @@ def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
             if chosen.swap != (bn <= 32):
                 continue
             plan = replace(chosen, bm=bm, bn=bn, bk=bk, warps=warps, stages=stages, joint=is_joint)
-            splits = {1, chosen.splits} if chosen.splits == 1 else {chosen.splits, chosen.splits // 2 or 1, chosen.splits * 2}
+            splits = (
+                {1, chosen.splits}
+                if chosen.splits == 1
+                else {chosen.splits, chosen.splits // 2 or 1, chosen.splits * 2}
+            )
             plans += [split(plan, padded, window, s) for s in sorted(splits)]
     return plans
 

@@ -14,12 +14,12 @@ kernels in `matmul_kernels`. K = 1 is the IEEE product. Every NaN returned is th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-
 from carbon_compile.templates import quantize as twin
 from carbon_compile.templates.quantize import DIGITS, POISON, powers_of_two
+from torch import Tensor
 
 OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
 BALANCES = ("none", "weight", "gradient")
@@ -27,6 +27,7 @@ BALANCES = ("none", "weight", "gradient")
 # Contraction lengths one float64 (X3: one factor cut into 12-bit halves) or one int64 can hold:
 # K 2^15 2^15 and K 2^11 2^23 stay within 2^53, K 2^23 2^23 within 2^63.
 _SPAN = {16: 1 << 23, 24: 1 << 17}
+_BLOCK = 1 << 18  # float64 elements the CPU twin works on at a time
 
 
 def exact_mm(
@@ -86,7 +87,12 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
     for operand in (a, b):
         if operand.dtype not in OPERANDS:
             raise TypeError(f"exact products take {OPERANDS}, got {operand.dtype}")
-    if a.dim() != dim or b.dim() != dim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+    if (
+        a.dim() != dim
+        or b.dim() != dim
+        or a.shape[-1] != b.shape[-2]
+        or a.shape[:-2] != b.shape[:-2]
+    ):
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
@@ -109,27 +115,42 @@ def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
 
 
 def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
-    """The CPU twin."""
+    """The CPU twin, a block of rows at a time so that what is in between stays in cache."""
     d = None
     if balance == "weight":
         d = twin.weight_balance(b)
     elif balance == "gradient":
         d = twin.gradient_balance(a, b)
-    qa = _quantize_once(a, window, -1, d)
-    qb = _quantize_once(b, window, -2, None if d is None else -d)
-    rounded = rounded_total(qa.q, qb.q, window)
-    scaled, poisoned = _scale(rounded, qa.exponents, qb.exponents)
-    return _finish(scaled, bias, out_dtype, nans=poisoned)
+    qb = _quantize_once(b, window, d)
+    out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+    for rows in _row_blocks(a, b):
+        qa = twin.quantize(a[rows], window, -1, d)
+        columns = twin.Quantized(qb.q[rows[:-1]], qb.exponents[rows[:-1]])
+        rounded = rounded_total(qa.q, columns.q, window)
+        scaled, poisoned = _scale(rounded, qa.exponents, columns.exponents)
+        block_bias = None if bias is None else bias[rows]
+        out[rows] = _finish(scaled, block_bias, out_dtype, nans=poisoned)
+    return out
 
 
-def _quantize_once(x: Tensor, window: int, contraction: int, d: Tensor | None) -> twin.Quantized:
-    """Quantise one copy of an operand that is expanded over the batch."""
-    if x.dim() == 3 and x.stride(0) == 0 and x.shape[0] > 1:
-        one = twin.quantize(x[:1], window, contraction, d)
-        return twin.Quantized(
-            one.q.expand(x.shape), one.exponents.expand(x.shape[0], *one.exponents.shape[1:])
-        )
-    return twin.quantize(x, window, contraction, d)
+def _row_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Index tuples that cut [M, K] into blocks of rows, [B, M, K] into groups of batches."""
+    area = max(a.shape[-1], b.shape[-1])
+    if a.dim() == 3:
+        step = max(1, _BLOCK // (area * a.shape[1]))
+        yield from ((slice(i, i + step), slice(None)) for i in range(0, a.shape[0], step))
+    else:
+        step = max(256, _BLOCK // area)
+        yield from ((slice(i, i + step),) for i in range(0, a.shape[0], step))
+
+
+def _quantize_once(b: Tensor, window: int, d: Tensor | None) -> twin.Quantized:
+    """The second operand by columns; one copy if it is expanded over the batch."""
+    minus = None if d is None else -d
+    if b.dim() == 3 and b.stride(0) == 0:
+        one = twin.quantize(b[:1], window, -2, minus)
+        return twin.Quantized(one.q.expand(b.shape), one.exponents.expand(b.shape[0], b.shape[-1]))
+    return twin.quantize(b, window, -2, minus)
 
 
 def rounded_total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
@@ -151,13 +172,10 @@ def _total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
     """T within one span: float64 for X2, int64 for X3."""
     if window == 16:
         return qa @ qb
-    # 24 x 24 bits times K do not fit a float64: cut the smaller factor into 12-bit halves.
-    cut_a = qa.numel() <= qb.numel()
-    whole = qa if cut_a else qb
-    high = (whole * 2.0**-12).round_()
-    low = torch.add(whole, high, alpha=-4096.0)
-    upper, lower = ((high @ qb), (low @ qb)) if cut_a else ((qa @ high), (qa @ low))
-    return upper.to(torch.int64).mul_(4096).add_(lower.to(torch.int64))
+    # 24 x 24 bits times K do not fit a float64: cut one factor into 12-bit halves.
+    high = (qa * 2.0**-12).round_()
+    low = torch.add(qa, high, alpha=-4096.0)
+    return (high @ qb).to(torch.int64).mul_(4096).add_((low @ qb).to(torch.int64))
 
 
 def round_two_words(high: Tensor, low: Tensor) -> Tensor:

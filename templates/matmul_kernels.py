@@ -15,13 +15,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 from carbon_compile.templates import launch
 from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates.quantize import DIGITS, POISON
 from carbon_compile.templates.quantize_kernels import BALANCES, Balance, Digits
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _POISONED = tl.constexpr(POISON // 2)  # any sum of exponents above this includes a POISON
 # The bf16 engine: FLUSH products of two digits, each at most 2^14, stay within 2^22.
@@ -106,7 +105,9 @@ def _levels(
                     i = first + t // steps
                     k = k_start + (t % steps) * BK
                     x = _load_tile(a, i * a_plane + a_row, k, D * a_plane, KP, BM, BK, TMA)
-                    y = _load_tile(b, (level - i) * b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA)
+                    y = _load_tile(
+                        b, (level - i) * b_plane + b_row, k, D * b_plane, KP, BN, BK, TMA
+                    )
                     part = tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16).T, part)
                 acc += part.to(tl.int32)
         else:
@@ -227,9 +228,13 @@ def gemm_kernel(
     k_start = split * span
     steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
     if JOINT:
-        top, low = _joint(a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA)
+        top, low = _joint(
+            a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA
+        )
     else:
-        top, low = _levels(a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA, BF16)
+        top, low = _levels(
+            a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA, BF16
+        )
 
     out_ptr += batch.to(tl.int64) * out_b
     total_ptr += batch.to(tl.int64) * out_b  # totals are laid out as the (contiguous) output is
@@ -266,17 +271,25 @@ def finish_kernel(
     m = (pid // tiles_n % tiles_m) * BM + tl.arange(0, BM)
     n = (pid % tiles_n) * BN + tl.arange(0, BN)
     mask = (m < M)[:, None] & (n < N)[None, :]
-    offset = batch.to(tl.int64) * out_b + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+    offset = (
+        batch.to(tl.int64) * out_b
+        + m.to(tl.int64)[:, None] * out_m
+        + n.to(tl.int64)[None, :] * out_n
+    )
     total = tl.load(total_ptr + offset, mask=mask, other=0)
     if WORDS == 1:
         rounded = total.to(tl.float32)
     else:
-        rounded = _rounded_words(tl.load(total_ptr + total_plane + offset, mask=mask, other=0), total)
+        rounded = _rounded_words(
+            tl.load(total_ptr + total_plane + offset, mask=mask, other=0), total
+        )
     ea = tl.load(ea_ptr + batch * a_batch + m, mask=m < M, other=0)
     eb = tl.load(eb_ptr + batch * b_batch + n, mask=n < N, other=0)
     out_ptr += batch.to(tl.int64) * out_b
     bias_ptr += batch.to(tl.int64) * bias_b
-    _store_result(rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N, out_m, out_n, bias_m, bias_n, HAS_BIAS)
+    _store_result(
+        rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N, out_m, out_n, bias_m, bias_n, HAS_BIAS
+    )
 
 
 def quantize_operands(a: Tensor, b: Tensor, window: int, balance: str) -> tuple[Digits, Digits]:

@@ -57,7 +57,7 @@ def powers_of_two(e: Tensor) -> Tensor:
 
 def maxima(x: Tensor, dim: int) -> Tensor:
     """max |x| along `dim` in float64. Exact, so its order is free; NaN wins."""
-    return x.abs().amax(dim).double()
+    return torch.maximum(x.amax(dim), -x.amin(dim)).double()
 
 
 def weight_balance(b: Tensor) -> Tensor:
@@ -82,23 +82,21 @@ def quantize(x: Tensor, window: int, contraction: int, balance: Tensor | None = 
     `balance` is an int32 vector over the contraction, already signed for this operand. A poisoned
     row gets q = 0 and the exponent POISON, a zero row the exponent 0.
     """
+    q = x.to(torch.float64, copy=True)  # scaled and rounded in place
     if balance is None:
         largest = maxima(x, contraction)
-        scaled = x.double()
     else:
         shape = [1] * x.dim()
         shape[contraction] = -1
-        scaled = x.double() * powers_of_two(balance).view(shape)
-        largest = maxima(scaled, contraction)
+        q.mul_(powers_of_two(balance).view(shape))
+        largest = maxima(q, contraction)
     e = exponents(largest, BEXPO_BUMP)
     empty, poisoned = e == EMPTY, ~largest.isfinite()
     e = (e - (window - 1)).masked_fill_(empty | poisoned, 0)
-    scale = powers_of_two(-e).unsqueeze(contraction)
-    # A float64 input comes back from .double() itself; never scale the caller's tensor.
-    q = (scaled * scale if scaled is x else scaled.mul_(scale)).round_()
+    q.mul_(powers_of_two(-e).unsqueeze(contraction)).round_()
     if poisoned.any():
-        q = q.masked_fill_(poisoned.unsqueeze(contraction), 0)
-        e = e.masked_fill_(poisoned, POISON)
+        q.masked_fill_(poisoned.unsqueeze(contraction), 0)
+        e.masked_fill_(poisoned, POISON)
     return Quantized(q, e)
 
 

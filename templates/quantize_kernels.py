@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from carbon_compile.templates import launch
 from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, POISON
+from torch import Tensor
 
 _BUMP = tl.constexpr(BEXPO_BUMP)
 _POISON = tl.constexpr(POISON)
@@ -231,7 +230,9 @@ def maxima(x: Tensor, dim: int, balance: Balance | None = None, sign: int = 0) -
     grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(k, tile.columns * tile.steps)
     atomic = k > tile.columns * tile.steps
     # Without atomics every element is stored; with them the buffer starts below any value.
-    start = (torch.empty if not atomic else torch.zeros)(batch * rows, dtype=torch.int32, device=x.device)
+    start = (torch.empty if not atomic else torch.zeros)(
+        batch * rows, dtype=torch.int32, device=x.device
+    )
     if atomic and balance is not None:
         start.fill_(EMPTY)
     mode, first, second = balance or (0, start, start)

@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-
 from carbon_compile.templates import launch, matmul, quantize
 from carbon_compile.templates.matmul import exact_bmm, exact_mm
 
@@ -60,8 +59,8 @@ def times(x, power):
 def rationals(x):
     finite = [[torch.tensor(v).isfinite().item() for v in row] for row in x.float().tolist()]
     return [
-        [Fraction(v) if ok else None for v, ok in zip(row, oks)]
-        for row, oks in zip(x.float().tolist(), finite)
+        [Fraction(v) if ok else None for v, ok in zip(row, oks, strict=True)]
+        for row, oks in zip(x.float().tolist(), finite, strict=True)
     ]
 
 
@@ -69,7 +68,7 @@ def integers(row, d, window):
     """(q, s) of one row, None if poisoned."""
     if any(v is None for v in row):
         return None
-    row = [v * Fraction(2) ** e for v, e in zip(row, d)]
+    row = [v * Fraction(2) ** e for v, e in zip(row, d, strict=True)]
     largest = max(abs(v) for v in row)
     if largest == 0:
         return [0] * len(row), 0
@@ -101,14 +100,14 @@ def oracle(a, b, window, balance="none", bias=None):
     a, b = rationals(a), rationals(b)
     d = balance_of(a, b, balance)
     rows = [integers(row, d, window) for row in a]
-    columns = [integers(list(c), [-e for e in d], window) for c in zip(*b)]
+    columns = [integers(list(c), [-e for e in d], window) for c in zip(*b, strict=True)]
     out = torch.empty(len(rows), len(columns))
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             if row is None or column is None:
                 bits(out)[i, j] = NAN
                 continue
-            total = sum(x * y for x, y in zip(row[0], column[0]))
+            total = sum(x * y for x, y in zip(row[0], column[0], strict=True))
             k = min(250, max(-250, row[1] + column[1]))
             c = times(times(rn(Fraction(total)), k // 2), k - k // 2)
             if bias is not None:
@@ -166,7 +165,12 @@ def test_extremes_and_poison(window, balance):
     for dtype, nan in ((torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)):
         narrow = exact_mm(a, b, window=window, balance=balance, out_dtype=dtype)
         assert (bits(narrow[4]) == nan).all()
-        assert same(narrow, torch.where(want.isnan(), torch.tensor(nan, dtype=torch.int16).view(dtype), want.to(dtype)))
+        assert same(
+            narrow,
+            torch.where(
+                want.isnan(), torch.tensor(nan, dtype=torch.int16).view(dtype), want.to(dtype)
+            ),
+        )
 
 
 def test_bexpo_formula():
@@ -201,7 +205,11 @@ def test_contraction_order_and_splits(window, balance):
     want = exact_mm(a, b, window=window, balance=balance)
     order = torch.randperm(301, generator=torch.Generator().manual_seed(7))
     assert same(exact_mm(a[:, order], b[order], window=window, balance=balance), want)
-    d = {"none": None, "weight": quantize.weight_balance(b), "gradient": quantize.gradient_balance(a, b)}[balance]
+    d = {
+        "none": None,
+        "weight": quantize.weight_balance(b),
+        "gradient": quantize.gradient_balance(a, b),
+    }[balance]
     qa = quantize.quantize(a, window, -1, d)
     qb = quantize.quantize(b, window, -2, None if d is None else -d)
     total = 0
@@ -252,7 +260,9 @@ def test_short_contractions_and_empty_shapes(window):
     assert same(exact_mm(a, b, window=window, balance="weight"), want)
     bias = wild(6, seed=2)
     assert same(exact_mm(a[1:], b[:, 2:], window=window, bias=bias[2:]), want[1:, 2:] + bias[2:])
-    none = exact_mm(torch.empty(5, 0), torch.empty(0, 6), window=window, bias=bias, out_dtype=torch.bfloat16)
+    none = exact_mm(
+        torch.empty(5, 0), torch.empty(0, 6), window=window, bias=bias, out_dtype=torch.bfloat16
+    )
     assert same(none, bias.expand(5, 6).bfloat16())
     assert same(exact_mm(torch.empty(5, 0), torch.empty(0, 6), window=window), torch.zeros(5, 6))
     assert exact_mm(torch.empty(0, 3), torch.empty(3, 6), window=window).shape == (0, 6)
@@ -272,7 +282,7 @@ def test_totals_beyond_int64():
         for j in range(2):
             total = sum(
                 int((x.to(torch.int64) * y.to(torch.int64)).sum())
-                for x, y in zip(qa.q[i].split(60_000), qb.q[:, j].split(60_000))
+                for x, y in zip(qa.q[i].split(60_000), qb.q[:, j].split(60_000), strict=True)
             )
             power = int(qa.exponents[i] + qb.exponents[j])
             assert got[i, j].item() == times(rn(Fraction(total)), power)
@@ -351,11 +361,15 @@ def test_balances_keep_accuracy():
     x, w = torch.randn(64, 1024, generator=g), torch.randn(1024, 64, generator=g)
     x[:, ::100] *= 1000
     w[::100] /= 1000
-    plain, balanced = (error(exact_mm(x, w, window=16, balance=b), x, w) for b in ("none", "weight"))
+    plain, balanced = (
+        error(exact_mm(x, w, window=16, balance=b), x, w) for b in ("none", "weight")
+    )
     assert balanced < 1e-4 and balanced < plain / 100
     tokens = torch.exp(2 * torch.randn(1024, 1, generator=g))
     a, dc = torch.randn(1024, 64, generator=g) / tokens, torch.randn(1024, 64, generator=g) * tokens
-    plain, balanced = (error(exact_mm(a.t(), dc, window=16, balance=b), a.t(), dc) for b in ("none", "gradient"))
+    plain, balanced = (
+        error(exact_mm(a.t(), dc, window=16, balance=b), a.t(), dc) for b in ("none", "gradient")
+    )
     assert balanced < 1e-4 and balanced < plain / 100
 
 
@@ -366,9 +380,17 @@ def test_balances_keep_accuracy():
 def test_plans_cannot_overflow(window):
     h100 = launch.Hardware((9, 0), 132)
     pairs = window // 8
-    for m, n, k in ((4096, 4096, 4096), (16, 4096, 4096), (768, 3072, 16384), (1, 1, 200_000), (64, 64, 1 << 20)):
+    for m, n, k in (
+        (4096, 4096, 4096),
+        (16, 4096, 4096),
+        (768, 3072, 16384),
+        (1, 1, 200_000),
+        (64, 64, 1 << 20),
+    ):
         plan = launch.gemm_plan(m, n, k, window, 1, h100)
-        assert plan.span % plan.bk == 0 and plan.splits == -(-launch.padded_contraction(k) // plan.span)
+        assert plan.span % plan.bk == 0 and plan.splits == -(
+            -launch.padded_contraction(k) // plan.span
+        )
         assert pairs * plan.span * 2**14 + 2**31 // 256 * (pairs - 1) / pairs < 2**31
         assert plan.words == (0 if plan.splits == 1 else 1 if k <= launch.WORD_LIMIT[window] else 2)
         assert set(plan.describe()) >= {"engine", "tile", "split_k", "warps", "stages"}
@@ -452,6 +474,11 @@ def test_gpu_equals_cpu(window, engine):
                 want = exact_mm(a, b, window=window, balance=balance, out_dtype=dtype)
                 for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
                     got = exact_mm(
-                        x.cuda(), y.cuda(), window=window, balance=balance, out_dtype=dtype, engine=engine
+                        x.cuda(),
+                        y.cuda(),
+                        window=window,
+                        balance=balance,
+                        out_dtype=dtype,
+                        engine=engine,
                     )
                     assert same(got.cpu(), want)
