@@ -17,8 +17,13 @@ if isfile(join(_root, "pyproject.toml")) and isfile(join(_root, "lowering", "__i
     __path__.append(_root)
 
 _EXPORTS = {
+    "Policy": "carbon_compile.diagnostics",
+    "Refused": "carbon_compile.diagnostics",
+    "Report": "carbon_compile.diagnostics",
+    "certificate": "carbon_compile.certify",
     "fingerprint": "carbon_compile.hashing",
     "inductor_config": "carbon_compile.backend",
+    "lint": "carbon_compile.graph_lint",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -1,0 +1,261 @@
+"""The command `carbon-compile`: lint, explain, coverage, diff, env, demo.
+
+Nothing but the result goes to standard output. Exit codes: 0 clean, 1 findings (or a difference),
+2 could not do it. torch is imported only by the subcommands that need it.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from carbon_compile import __version__
+
+CLEAN, FINDINGS, FAILED = 0, 1, 2
+
+
+class Failure(Exception):
+    """Ends the command with one line and exit code 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line, with the nearest word where there is one."""
+
+    def error(self, message):
+        words = [word for action in self._actions for word in (*action.option_strings, *(action.choices or ()))]
+        wrong = message.rpartition(": ")[2].split()[0] if message.startswith("unrecognized") else ""
+        if "invalid choice: " in message:
+            wrong = message.partition("invalid choice: ")[2].partition("'")[2].partition("'")[0]
+        near = difflib.get_close_matches(wrong.partition("=")[0], [str(word) for word in words], 1) if wrong else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.exit(FAILED, f"{self.prog}: {message}{hint}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code. SystemExit(2) for a wrong command line."""
+    arguments = _parse(argv)
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except Failure as failure:
+        print(f"carbon-compile {arguments.command}: {failure}", file=sys.stderr)
+        if arguments.verbose and failure.__cause__ is not None:
+            traceback.print_exception(failure.__cause__)
+        return FAILED
+    except BrokenPipeError:
+        # The reader (`head`) has what it wanted; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+
+
+def _parse(argv):
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        # argparse would blame the main parser, which doesn't know the subcommand's options.
+        parser.commands[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
+
+
+def _parser():
+    parser = _Parser(prog="carbon-compile", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"carbon-compile {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser.commands = commands.choices
+
+    def command(name, run, help):
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        sub.add_argument("-v", "--verbose", action="store_true", help="show the traceback behind an error")
+        return sub
+
+    _add_lint(command("lint", run_lint, "report what would break the promise, without running the model"))
+    explain = command("explain", run_explain, "print the page of a diagnostic code")
+    explain.add_argument("code", nargs="?", help="a code or its name; without it, all codes are listed")
+    _add_coverage(command("coverage", run_coverage, "list every operator with its verdict and contract section"))
+    diff = command("diff", run_diff, "compare two certificates")
+    diff.add_argument("a", metavar="A"), diff.add_argument("b", metavar="B")
+    command("env", run_env, "print versions and settings, to paste into a bug report")
+    _add_demo(command("demo", run_demo, "train a small transformer and compare its weight hash with the recorded one"))
+    return parser
+
+
+# --- lint
+
+
+def _add_lint(sub):
+    sub.add_argument("targets", nargs="+", metavar="TARGET", help="a file or folder, or package.module:make, where make() returns (module or function, inputs)")
+    sub.add_argument("--format", choices=("text", "json", "sarif", "github"), default="text")
+    sub.add_argument("--output", metavar="FILE", help="write the report there and nothing to standard output")
+    sub.add_argument("--select", action="append", default=[], metavar="CODES", help="report only these: CB101, CB1, graph-break")
+    sub.add_argument("--ignore", action="append", default=[], metavar="CODES", help="don't report these")
+    sub.add_argument("--allow", action="append", default=[], metavar="CODES", help="report these as allowed")
+    sub.add_argument("--exit-zero", action="store_true", help="exit 0 in spite of findings")
+    sub.add_argument("--statistics", action="store_true", help="count findings by code")
+    sub.add_argument("--backward", action=argparse.BooleanOptionalAction, default=None, help="judge the backward too (default: where something requires a gradient)")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="judge as if on this device; needs none")
+
+
+def run_lint(arguments) -> int:
+    from carbon_compile.diagnostics import Policy, Report
+
+    try:
+        policy = Policy(allow=frozenset(_split(arguments.allow)))
+        Report().select(_split(arguments.select), _split(arguments.ignore))
+    except ValueError as error:
+        raise Failure(str(error)) from error
+    if arguments.statistics and arguments.format not in ("text", "json"):
+        raise Failure(f"--statistics goes with --format text or json, not {arguments.format}")
+    report, failures = _lint_targets(arguments, policy)
+    report = report.select(_split(arguments.select), _split(arguments.ignore))
+    _write(_rendered(report, arguments), arguments.output)
+    for failure in failures:
+        print(f"carbon-compile lint: {failure}", file=sys.stderr)
+    if failures:
+        return FAILED
+    return CLEAN if report.clean or arguments.exit_zero else FINDINGS
+
+
+def _split(values):
+    return [code.strip() for value in values for code in value.split(",") if code.strip()]
+
+
+def _lint_targets(arguments, policy):
+    from carbon_compile import graph_lint
+    from carbon_compile.source_lint import lint_paths
+
+    graphs = [target for target in arguments.targets if graph_lint.is_graph_target(target)]
+    paths = [target for target in arguments.targets if target not in graphs]
+    for path in paths:
+        if not os.path.exists(path):
+            raise Failure(f"{path!r} is neither a file, a folder, nor package.module:make")
+    report, failures = lint_paths(paths, policy)
+    for target in graphs:
+        report.extend(_lint_graph(target, arguments, policy))
+    return report, failures
+
+
+def _lint_graph(target, arguments, policy):
+    from carbon_compile import graph_lint
+
+    try:
+        fn, args = graph_lint.load_target(target)
+    except graph_lint.TargetError as error:
+        raise Failure(str(error)) from error.__cause__
+    try:
+        return graph_lint.lint(fn, *args, backward=arguments.backward, device=arguments.device, policy=policy)
+    except Exception as error:
+        raise Failure(f"{target} can't be analysed: {graph_lint.told(error)} (--verbose for the traceback)") from error
+
+
+def _rendered(report, arguments):
+    from carbon_compile import render
+
+    if arguments.statistics:
+        if arguments.format == "json":
+            import json
+
+            return json.dumps(report.counts(), indent=2) + "\n"
+        return render.statistics(report)
+    color = arguments.output is None and _wants_color(sys.stdout)
+    return report.render(arguments.format, color=color)
+
+
+def _wants_color(stream) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _write(text, path):
+    if path is None:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"can't write {path}: {error.strerror}") from error
+
+
+# --- the others
+
+
+def run_explain(arguments) -> int:
+    from carbon_compile import tables
+    from carbon_compile.codes import find_code
+
+    if arguments.code is None:
+        sys.stdout.write(tables.codes())
+        return CLEAN
+    try:
+        sys.stdout.write(find_code(arguments.code).page().text)
+    except ValueError as error:
+        raise Failure(str(error)) from error
+    return CLEAN
+
+
+def _add_coverage(sub):
+    sub.add_argument("--format", choices=("text", "markdown", "json"), default="text")
+    sub.add_argument("--verdict", choices=("keep", "expand", "template", "refuse"), help="only operators with this verdict")
+    sub.add_argument("--output", metavar="FILE", help="write the table there and nothing to standard output")
+
+
+def run_coverage(arguments) -> int:
+    from carbon_compile import tables
+    from carbon_compile.lowering import registry
+
+    rows = [row for row in registry.coverage() if arguments.verdict in (None, row["verdict"])]
+    _write(tables.coverage(rows, arguments.format), arguments.output)
+    return CLEAN
+
+
+def run_diff(arguments) -> int:
+    from carbon_compile.certificate_diff import diff
+    from carbon_compile.certify import Certificate
+
+    def read(path):
+        try:
+            return Certificate.read(path)
+        except OSError as error:
+            raise Failure(f"can't read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise Failure(str(error)) from error
+
+    lines = diff(read(arguments.a), read(arguments.b))
+    sys.stdout.write("".join(line + "\n" for line in lines))
+    return FINDINGS if lines else CLEAN
+
+
+def run_env(arguments) -> int:
+    from carbon_compile import environment
+
+    sys.stdout.write(environment.text())
+    return CLEAN
+
+
+def _add_demo(sub):
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="where to train (default: cuda where there is one)")
+    sub.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps")
+    sub.add_argument("--json", action="store_true", help="print the result as JSON")
+    sub.add_argument("--certificate", metavar="FILE", help="write the certificate there")
+
+
+def _positive(text):
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def run_demo(arguments) -> int:
+    from carbon_compile import demo
+
+    return demo.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
