@@ -4,7 +4,9 @@ import linecache
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _FRAME = re.compile(r'\s*File "(.+)", line (\d+)(?:, in (.*))?')
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
@@ -43,19 +45,20 @@ def _is_user(path):
     return not (generated or _is_torch(path) or path.startswith(_OWN))
 
 
-def stack_frames(stack_trace: str) -> list[tuple[str, int, str]]:
+@lru_cache(maxsize=4096)
+def stack_frames(stack_trace: str) -> tuple[tuple[str, int, str], ...]:
     """(file, line, source line) of a formatted stack, outermost first."""
-    frames = []
+    frames: list[tuple[str, int, str]] = []
     for text in stack_trace.splitlines():
         match = _FRAME.match(text)
         if match:
             frames.append((match[1], int(match[2]), ""))
         elif frames and not frames[-1][2] and text.strip().strip("^~"):
             frames[-1] = (*frames[-1][:2], text.strip())
-    return [(file, line, source or linecache.getline(file, line).strip()) for file, line, source in frames]
+    return tuple((file, line, source or linecache.getline(file, line).strip()) for file, line, source in frames)
 
 
-def user_frame(frames: list[tuple[str, int, str]]):
+def user_frame(frames: Sequence[tuple[str, int, str]]):
     """(frame, called_from): the innermost frame of the user's, and the nearest editable one.
 
     Frames of PyTorch and of this package are skipped, unless there is nothing else, as when an

@@ -15,7 +15,7 @@ _ANYWHERE = (
         r"orgqr|lobpcg|triangular_solve|matrix_exp)")),
     ("CB104", re.compile(r"torch\.(fft\.(?!fftshift|ifftshift|fftfreq|rfftfreq)\w+|stft|istft)")),
     ("CB107", re.compile(r"torch\.nn\.(LSTM|GRU|RNN)")),
-    ("CB402", re.compile(r"torch\.(multinomial|poisson)")),
+    ("CB402", re.compile(r"torch\.(multinomial|poisson|binomial)")),
     ("CB502", re.compile(
         r"torch\.nn\.parallel\.(DistributedDataParallel|distributed\.DistributedDataParallel)"
         r"|torch\.distributed\.(fsdp|_composable\.fsdp)\.(fully_shard|FullyShardedDataParallel)")),
@@ -23,7 +23,6 @@ _ANYWHERE = (
 _COMPILED_ONLY = (
     ("CB207", re.compile(r"torch\.set_float32_matmul_precision")),
     ("CB401", re.compile(r"(random|numpy\.random|secrets)\.\w+|os\.urandom|uuid\.uuid[14]")),
-    ("CB402", re.compile(r"torch\.randperm")),
     ("CB404", re.compile(r"torch\.(manual_seed|seed|random\.(manual_seed|seed)|cuda\.(manual_seed|seed)(_all)?)")),
     ("CB501", re.compile(
         r"torch\.distributed\.(_functional_collectives\.|nn\.functional\.)?"
@@ -33,7 +32,7 @@ _COMPILED_ONLY = (
 )
 # Methods are known by name alone, so only names that nothing but a tensor has are listed.
 _METHODS = (
-    ("CB402", {"multinomial", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"}),
+    ("CB402", {"multinomial", "cauchy_", "geometric_", "log_normal_"}),
     ("CB606", {"nonzero", "argwhere", "masked_select", "unique_consecutive"}),
     ("CB608", {"resize_", "resize_as_", "set_"}),
     ("CB612", {"item", "tolist", "numpy"}),

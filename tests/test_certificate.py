@@ -257,8 +257,8 @@ def test_fast_math_and_suppressed_errors_are_seen(monkeypatch):
     import torch._dynamo.config
 
     monkeypatch.setenv("TORCHINDUCTOR_USE_FAST_MATH", "1")
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
-    assert [code for code, _ in found()] == ["CB603", "CB303"]
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert [code for code, _ in found()] == ["CB603", "CB303"]
 
 
 def test_supported_range_is_that_of_the_package():
