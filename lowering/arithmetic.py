@@ -233,6 +233,48 @@ def fill(x, value):
     return NotImplemented if rounded == value or value != value else torch.ops.aten.fill.Scalar(x, rounded)
 
 
+@rule("aten.arange.default", section="1", integers="rule")
+def arange(end, *, dtype=None, **options):
+    return arange_step(0, end, 1, dtype=dtype, **options)
+
+
+@rule("aten.arange.start", section="1", integers="rule")
+def arange_start(start, end, *, dtype=None, **options):
+    return arange_step(start, end, 1, dtype=dtype, **options)
+
+
+@rule("aten.arange.start_step", section="1", integers="rule", moves=True)
+def arange_step(start, end, step=1, *, dtype=None, device=None, layout=None, pin_memory=None):
+    """start + step i. Where a number is not an integer, in binary64 and rounded once to `dtype`."""
+    whole = all(isinstance(v, (int, torch.SymInt)) for v in (start, end, step))
+    dtype = dtype or (torch.int64 if whole else torch.get_default_dtype())
+    if whole or not dtype.is_floating_point:
+        start, end, step = (v if isinstance(v, torch.SymInt) else int(v) for v in (start, end, step))
+        n = end - start if step == 1 else -((start - end) // step)
+        return _whole(_count(n, device, start, step), dtype)
+    index = P.cast(_count(math.ceil((end - start) / step), device), torch.float64)
+    return P.cast(P.add(P.mul(index, step), start), dtype)
+
+
+def _count(n, device, start=0, step=1):
+    device = torch.device("cpu") if device is None else torch.device(device)
+    return torch.ops.prims.iota.default(n, start=start, step=step, dtype=torch.int64, device=device, requires_grad=False)
+
+
+def _whole(index, dtype):
+    return P.cast(index, dtype) if dtype.is_floating_point else torch.ops.prims.convert_element_type.default(index, dtype)
+
+
+@rule("aten.linspace.default", section="1", integers="rule")
+def linspace(start, end, steps, *, dtype=None, device=None, layout=None, pin_memory=None):
+    """From both ends, in binary64: start + step i in the first half, end - step (steps - 1 - i) in the second."""
+    dtype = dtype or torch.get_default_dtype()
+    i = P.cast(_count(steps, device), torch.float64)
+    step = (end - start) / (steps - 1) if steps > 1 else 0.0
+    low, high = P.add(P.mul(i, step), start), P.sub(end, P.mul(P.sub(steps - 1, i), step))
+    return P.cast(torch.ops.carbon.select(P.lt(i, steps // 2, dtype=torch.bool), low, high, dtype=torch.float64), dtype)
+
+
 @rule("aten._to_copy.default", section="1", integers="rule", moves=True)
 def to_copy(x, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     """A conversion: one rounding (section 1). Copies between devices keep their bits."""

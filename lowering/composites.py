@@ -50,7 +50,7 @@ FLOAT32 = _resolve_all(
 WIDEST = _resolve_all(
     _PLACES, "addcdiv addcmul atan2 cross dot vdot grid_sample index_put index_put_ tensordot scatter_add scatter_add_"
 )
-_LOW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 class Composites(TorchFunctionMode):
@@ -76,19 +76,19 @@ class Composites(TorchFunctionMode):
                 met.append((refusal, resolve_name(function), torch.fx.traceback.get_current_meta()))
         if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
             with self:
-                return _body(function)(*args, **kwargs)
+                return body(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     def autocast(self, function, args, kwargs):
         """Cast the floating arguments as the pinned list says."""
         low = self.policy.autocast_dtype
         if function in LOWER:
-            return _cast_all((args, kwargs), lambda t: low if t.dtype in (torch.float32, *_LOW) else t.dtype)
+            return _cast_all((args, kwargs), lambda t: low if t.dtype in (torch.float32, *NARROW) else t.dtype)
         if function in FLOAT32:
-            return _cast_all((args, kwargs), lambda t: torch.float32 if t.dtype in _LOW else t.dtype)
+            return _cast_all((args, kwargs), lambda t: torch.float32 if t.dtype in NARROW else t.dtype)
         if function in WIDEST:
             wide = any(t.dtype is torch.float32 for t in _tensors((args, kwargs)))
-            return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in _LOW else t.dtype)
+            return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in NARROW else t.dtype)
         return args, kwargs
 
 
@@ -135,7 +135,7 @@ def _cast_all(tree, choose):
 
 
 @functools.cache
-def _body(function):
+def body(function):
     """`function` without its own override check, so that what it calls still meets the mode."""
     unchecked = {name: lambda *a: False for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")}
     copy = types.FunctionType(function.__code__, {**function.__globals__, **unchecked}, function.__name__, function.__defaults__, function.__closure__)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from . import prims as P
-from .registry import rule
+from .registry import composite, rule
 
 aten = torch.ops.aten
 
@@ -123,6 +123,19 @@ def norm(x, order=2, dims=None, keepdim=False, *, dtype=None):
 def dist(x, y, order=2):
     difference = P.sub(x, y)
     return P.cast(vector_norm(difference, order), torch.promote_types(x.dtype, y.dtype))
+
+
+@composite(torch.cdist, section="3")
+def cdist(x, y, p=2.0, compute_mode=None):
+    """Distances of all pairs of rows, each the norm of a difference; never by a matrix product."""
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+
+
+@composite(torch.pdist, section="3")
+def pdist(x, p=2.0):
+    """Distances of the pairs i < j of rows."""
+    i, j = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
+    return torch.linalg.vector_norm(x[i] - x[j], p, -1)
 
 
 @rule("aten.renorm.default", section="3")

@@ -22,7 +22,7 @@ select_backward.default slice_backward.default diagonal_backward.default
 """
 
 CREATION = """
-arange.default arange.start arange.start_step zeros.default
+zeros.default
 zeros_like.default ones.default ones_like.default new_zeros.default new_ones.default 
 eye.default eye.m tril_indices.default triu_indices.default empty_like.default
 empty.memory_format empty_permuted.default empty_strided.default new_empty.default
