@@ -82,11 +82,25 @@ def _rewriting_table():
     table = {}
     theirs, lowerings = host.inductor_decompositions(), host.inductor_lowerings()
     for op, rule in registry.load().items():
+        pieces = theirs.get(op) if op not in lowerings else None
         if rule.function is not None:
-            table[op] = rule.function
-        elif rule.verdict == "keep" and op in theirs and op not in lowerings:
-            table[op] = theirs[op]
+            table[op] = _with_fallback(rule.function, pieces)
+        elif rule.verdict == "keep" and pieces is not None:
+            table[op] = pieces
     return table
+
+
+def _with_fallback(rule, pieces):
+    """The rule, then PyTorch's decomposition for the calls that the rule leaves as they are."""
+    if pieces is None:
+        return rule
+
+    @functools.wraps(rule)
+    def function(*args, **kwargs):
+        result = rule(*args, **kwargs)
+        return pieces(*args, **kwargs) if result is NotImplemented else result
+
+    return function
 
 
 def _adopt(owner, name, value):
