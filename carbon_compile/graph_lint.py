@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from carbon_compile.diagnostics import Diagnostic, Policy, Report
 from carbon_compile.location import stack_frames, user_frame
@@ -125,12 +126,23 @@ _CAUSES = (
 
 
 def diagnose_break(error: BaseException) -> Diagnostic:
-    """The finding for an exception of Dynamo's (Unsupported, UserError, recompile limit …)."""
-    if type(error).__name__ == "FailOnRecompileLimitHit":
+    """The finding for an exception that ends a compilation: Dynamo's own (Unsupported, UserError,
+    recompile limit …), or a backend's, which is our bug unless a size depends on values."""
+    name = type(error).__name__
+    if name == "FailOnRecompileLimitHit":
         return Diagnostic("CB602")
+    if name == "BackendCompilerFailed":
+        return _backend_failure(error.inner_exception)
     frames = [(frame.filename, frame.lineno, frame.line or "") for frame in getattr(error, "real_stack", None) or ()]
     text = getattr(error, "msg", None) or str(error)
     return _break_at(text, frames or stack_frames(str(error)))
+
+
+def _backend_failure(error):
+    if type(error).__name__ != "GuardOnDataDependentSymNode":
+        return Diagnostic("CB902", told(error), "backend")
+    found = _break_at(str(error), stack_frames(str(error)))
+    return replace(found, code="CB606", op=found.op or "a result")
 
 
 def diagnose_reason(reason) -> Diagnostic | None:

@@ -411,6 +411,24 @@ def test_breaks_without_fullgraph_are_seen_by_the_backend(breaks):
     assert diagnose_reason(None) is None
 
 
+def test_what_a_backend_raises_is_our_bug_unless_a_size_depends_on_values():
+    import torch
+
+    def fails(gm, inputs):
+        raise KeyError("lost")
+
+    def sizes(x):
+        y = x[x > 0]
+        return y if y.shape[0] > 3 else x
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as caught:
+        torch.compile(lambda x: x + 1, backend=fails)(torch.ones(2))
+    found = diagnose_break(caught.value)
+    assert (found.code, found.message) == ("CB902", "carbon's pass backend failed: KeyError: 'lost'")
+    assert diagnose_break(raised_by(sizes)).source_line == "return y if y.shape[0] > 3 else x"
+
+
 def test_recompile_limit_is_named():
     import torch
 
