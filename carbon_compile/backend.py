@@ -12,8 +12,10 @@ import warnings
 import torch
 
 from . import host
+from .analyze import analyze  # noqa: F401  (part of the backend's face)
+from .canonical import graph_hash
 from .diagnostics import Diagnostic, Policy, Refused, Report
-from .judge import Judge, Record, canonical_hash, composite_findings, uninitialised_reads
+from .judge import Judge, Record, composite_findings, uninitialised_reads
 from .lowering import composites, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
@@ -77,7 +79,7 @@ class JointPass(host.custom_graph_pass()):
     def __call__(self, graph):
         self.ran = True
         judge = Judge(graph.owning_module, self.report.policy)
-        identity = canonical_hash(graph)
+        identity = graph_hash(graph)
         for node in uninitialised_reads(graph):
             judge.report.add(Diagnostic.of("CB609", node))
         rewritten = rewrite_joint(graph.owning_module, judge)

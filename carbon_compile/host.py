@@ -130,3 +130,42 @@ def autograd_cache(enabled):
 def cacheable(function, version):
     """The config patch that lets AOTAutograd cache graphs which call `function`."""
     return {"unsafe_marked_cacheable_functions": {f"{function.__module__}.{function.__name__}": version}}
+
+
+@contextlib.contextmanager
+def fake_mode():
+    """A fake tensor mode with symbolic sizes, for tracing without running."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    yield FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def strict_recompiles():
+    """Exceeding the recompile limit raises; no error is turned into an eager run."""
+    from torch._dynamo import config
+
+    with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
+        yield
+
+
+def trace_only(gm, inputs, judge):
+    """AOTAutograd's trace of `gm` without compiling: `judge(graph module)` gets the joint graph, or the
+    inference graph where nothing needs a gradient."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import default_partition
+
+    def partition(joint, joint_inputs, **kwargs):
+        judge(joint)
+        return default_partition(joint, joint_inputs, **kwargs)
+
+    def compile_graph(graph, graph_inputs):
+        judge(graph)
+        return make_boxed_func(graph.forward)
+
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
+        return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition, decompositions={})(gm, inputs)

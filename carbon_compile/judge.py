@@ -1,7 +1,6 @@
 """Verdicts: what the contract says of every node of the joint graph, all findings at once."""
 
 import contextlib
-import hashlib
 from dataclasses import asdict, dataclass
 
 import torch
@@ -10,23 +9,10 @@ from torch.utils._pytree import tree_map
 
 from .diagnostics import Diagnostic, Policy, Report, locate, operator_name
 from .lowering import composites, registry
-from .verify import classify, is_carbon, is_host_arithmetic
+from .runlog import NodeRow
+from .verify import classify, is_host_arithmetic
 
 _INITIALISERS = ("fill", "copy", "zero", "uniform", "normal_functional", "bernoulli", "exponential", "full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size", "random")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One node's verdict, as tables and certificates show it."""
-
-    node: str
-    op: str
-    verdict: str
-    section: str
-    direction: str = "forward"
-    file: str = ""
-    line: int = 0
-    detail: str = ""
 
 
 class Judge(fx.Interpreter):
@@ -59,16 +45,21 @@ class Judge(fx.Interpreter):
         finding = Diagnostic.of(code, node, detail=reason if reason != "no rule" else "")
         self.report.add(finding)
         if self.report.policy.decide(finding) == "refuse":
-            self._row(node, "refuse", "9")
+            self._row(node, "refuse", "9", code)
             return tree_map(_stand_in, node.meta["val"])
         self._row(node, "allowed", "9", code)
         self.stock.add(node.target)
         with registry.as_stock():
             return super().run_node(node)
 
-    def _row(self, node, verdict, section, detail=""):
+    def _row(self, node, verdict, section, code=""):
         where = locate(node)
-        self.rows.append(Row(node.name, operator_name(node), verdict, section, where.direction, where.file or "", where.line or 0, detail or _template_detail(node)))
+        self.rows.append(
+            NodeRow(
+                operator_name(node), verdict, section, code=code, file=where.file, line=where.line,
+                module_path=where.module_path, direction=where.direction, **_chosen(node),
+            )
+        )  # fmt: skip
 
 
 def _stand_in(value):
@@ -77,22 +68,27 @@ def _stand_in(value):
     return value
 
 
-def _template_detail(node):
-    if node.target is not torch.ops.carbon.mm.default and node.target is not torch.ops.carbon.bmm.default:
-        return ""
-    from .lowering.policy import class_of_window
+_PRODUCTS = {"mm": 3, "bmm": 2}  # where the window stands among the arguments
+
+
+def _chosen(node):
+    """Template, engine, tile and split-K of a product, for tables and certificates."""
+    if node.target not in registry.TEMPLATES:
+        return {}
+    facts = {"template": node.target._opname}
+    value = node.meta.get("val")
+    if facts["template"] not in _PRODUCTS or not isinstance(value, torch.Tensor):
+        return facts
+    sizes = [value.shape[-2], value.shape[-1], node.args[0].meta["val"].shape[-1]]
+    if not all(isinstance(s, int) for s in sizes):
+        return facts
     from .templates.matmul import describe
 
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return ""
-    a = node.args[0].meta["val"]
-    sizes = [value.shape[-2], value.shape[-1], a.shape[-1]]
-    if not all(isinstance(s, int) for s in sizes):
-        return ""
-    window = node.args[3] if node.target is torch.ops.carbon.mm.default else node.args[2]
-    facts = describe(*sizes, window=window, batch=value.shape[0] if value.dim() == 3 else 1, device=value.device.type if value.device.type == "cpu" or torch.cuda.is_available() else None)
-    return ", ".join([class_of_window(window), *(f"{k} {v}" for k, v in facts.items() if v is not None)])
+    window = node.args[_PRODUCTS[facts["template"]]]
+    device = value.device if value.device.type == "cpu" or torch.cuda.is_available() else None
+    chosen = describe(*sizes, window=window, batch=value.shape[0] if value.dim() == 3 else 1, device=device)
+    tile = "x".join(map(str, chosen["tile"])) if chosen["tile"] else ""
+    return {**facts, "engine": chosen["engine"], "tile": tile, "split_k": chosen["split_k"] or 0}
 
 
 def refusal_code(node, code):
@@ -134,32 +130,6 @@ def uninitialised_reads(graph):
                 yield node
 
 
-def canonical_text(graph):
-    """The graph as text without devices, strides or names: the same for CPU and CUDA."""
-    number, lines = {}, []
-    for node in graph.nodes:
-        number[node] = f"%{len(number)}"
-        args = fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}), lambda n: _Reference(number[n]))
-        args = tree_map(lambda a: "device" if isinstance(a, torch.device) else a, args)
-        target = str(node.target) if node.op in ("call_function", "call_method") else ""
-        lines.append(f"{number[node]} = {node.op} {target} {args} : {_shape(node)}")
-    return "\n".join(lines)
-
-
-class _Reference(str):
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _shape(node):
-    return str(tree_map(lambda v: f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, torch.Tensor) else str(v), node.meta.get("val")))
-
-
-def canonical_hash(graph):
-    """sha256 of `canonical_text`."""
-    return hashlib.sha256(canonical_text(graph).encode()).hexdigest()
-
-
 @dataclass
 class Record:
     """What is known of one compiled region: kept beside Inductor's caches for warm starts."""
@@ -173,7 +143,7 @@ class Record:
 
     @staticmethod
     def of(data):
-        return Record(data["graph"], tuple(Row(**r) for r in data["rows"]), data["report"])
+        return Record(data["graph"], tuple(NodeRow(**r) for r in data["rows"]), data["report"])
 
 
 @contextlib.contextmanager
@@ -194,7 +164,3 @@ class _Bare:
     def __init__(self, name, meta):
         self.name, self.meta, self.target = name, meta, name
         self.users, self.all_input_nodes = {}, []
-
-
-def has_own_rule(target):
-    return is_carbon(target) or target in registry.load()

@@ -9,7 +9,7 @@ import torch
 
 from . import host
 from .diagnostics import Refused
-from .judge import Record, canonical_text
+from .judge import Record
 
 REGIONS = weakref.WeakSet()
 
@@ -58,7 +58,7 @@ def region_key(gm, options, version):
     parts = [version, torch.__version__, repr(options), gm.print_readable(print_output=False)]
     for name, child in gm.named_children():
         if isinstance(child, torch.fx.GraphModule):
-            parts.append(name + canonical_text(child.graph))
+            parts.append(name + child.print_readable(print_output=False))
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):

@@ -8,8 +8,8 @@ list of rule files; nothing is found by scanning.
 import contextlib
 import contextvars
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 

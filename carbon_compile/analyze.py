@@ -1,0 +1,111 @@
+"""Judge a function without running it: Dynamo and AOTAutograd on fake tensors, and no Inductor."""
+
+import copy
+import functools
+
+import torch
+
+from . import host
+from .diagnostics import Diagnostic, Policy, Report
+from .graph_lint import diagnose_break, diagnose_reason
+from .judge import Judge, composite_findings, uninitialised_reads
+from .lowering import pointwise, registry
+from .options import Options
+from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
+
+
+def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None):
+    """Every finding of `fn(*args, **kwargs)`, forward and backward, as a Report.
+
+    Args:
+        fn: a module or function. args, kwargs: example inputs; only types and sizes matter.
+        backward: judge the backward too. None: where an input or parameter requires a gradient.
+        device: "cpu" or "cuda" to judge as if everything were there; "cuda" needs no GPU, because
+            the canonical graph doesn't depend on the device.
+        policy: what to do about findings.
+
+    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies.
+    """
+    registry.load()
+    pointwise.install_lowerings()
+    report = Report(policy=policy or Policy())
+    graphs = []
+    with host.fake_mode() as fakes, torch.set_grad_enabled(backward is not False):
+        fn, args, kwargs = _fake_copies(fakes, (fn, tuple(args), dict(kwargs or {})), _real_device(device))
+        if backward:
+            _require_gradients(fn, args)
+        torch.compiler.reset()
+        compiled = torch.compile(fn, backend=functools.partial(_judge_only, report, graphs), dynamic=None)
+        try:
+            with host.strict_recompiles():
+                compiled(*args, **kwargs)
+        except Exception as error:
+            report.add(diagnose_break(error))
+        finally:
+            torch.compiler.reset()
+    report.check_allows(_lines(graphs))
+    return report
+
+
+def _real_device(device):
+    return torch.device(device) if device and (device == "cpu" or torch.cuda.is_available()) else None
+
+
+def _fake_copies(mode, tree, device):
+    fn, args, kwargs = tree
+    with mode:
+        if isinstance(fn, torch.nn.Module):
+            fn = copy.deepcopy(fn)
+            fn = fn.to(device) if device is not None else fn
+        convert = lambda t: _fake(mode, t, device)  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, convert, (args, kwargs))
+    return fn, args, kwargs
+
+
+def _fake(mode, tensor, device):
+    if isinstance(tensor, torch._subclasses.FakeTensor):
+        return tensor
+    fake = mode.from_tensor(tensor, static_shapes=True)
+    return fake if device is None else fake.to(device).detach().requires_grad_(tensor.requires_grad)
+
+
+def _require_gradients(fn, args):
+    """Without a module, it is the floating inputs that a backward is for."""
+    if isinstance(fn, torch.nn.Module) and any(p.requires_grad for p in fn.parameters()):
+        return
+    for a in torch.utils._pytree.tree_leaves(args):
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.is_leaf:
+            a.requires_grad_(True)
+
+
+def _judge_only(report, graphs, gm, inputs, **kwargs):
+    """A backend that traces, judges, and runs the graph on its fake inputs."""
+    graphs.append(gm)
+    broken = diagnose_reason(getattr(gm, "compile_subgraph_reason", None))
+    if broken is not None:
+        report.add(broken)
+    original = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    rewrite_dynamo(gm, ambient_policy(Options()))
+    seen = []
+
+    def judge(traced, *rest, **more):
+        if not seen:
+            seen.append(traced)
+            for node in uninitialised_reads(traced.graph):
+                report.add(Diagnostic.of("CB609", node))
+            judged = Judge(traced, report.policy)
+            rewrite_joint(traced, judged)
+            report.extend(judged.report)
+
+    with host.no_autocast(), composite_findings(report):
+        host.trace_only(gm, inputs, judge)
+    return original
+
+
+def _lines(graphs):
+    from .location import stack_frames
+
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            for file, line, _ in stack_frames(node.meta.get("stack_trace") or ""):
+                yield file, line
