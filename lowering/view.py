@@ -44,7 +44,7 @@ _local_scalar_dense.default
 
 PRIMS = """
 prims.iota.default prims.device_put.default prims.broadcast_in_dim.default prims.collapse_view.default
-prims.split_dim.default prims.squeeze.default prims.transpose.default prims.view_element_type.default
+prims.rev.default prims.split_dim.default prims.squeeze.default prims.transpose.default prims.view_element_type.default
 """
 
 for _group in (VIEWS, COPIES, CREATION, INTEGERS):
