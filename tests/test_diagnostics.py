@@ -1,10 +1,15 @@
+import os
+import pathlib
 import pickle
 import re
+import subprocess
+import sys
 import textwrap
 
 import pytest
 import torch
 
+import carbon_compile
 from carbon_compile.codes import CODES, FIX, LOST, WHY, find_code, find_codes, page
 from carbon_compile.diagnostics import Diagnostic, Policy, Refused, Report, locate
 from carbon_compile.location import clean_module_path, operator_name, stack_frames, user_frame
@@ -78,6 +83,34 @@ def test_graph_examples_are_judged(code, i, example):
     report = lint(made.get("fn") or made["model"], *made["args"])
     assert (code in report.counts()) == example.fails, str(report)
     assert example.fails or report.clean, str(report)
+
+
+RUN_EXAMPLES = [row for row in EXAMPLES if row[2].kind == "run"]
+
+
+@pytest.fixture(scope="module")
+def with_entry_point(tmp_path_factory):
+    """An environment in which a new process knows backend="carbon", installed or not."""
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / "carbon_compile_checkout-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carbon-compile-checkout\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch_dynamo_backends]\ncarbon = carbon_compile.backend:carbon\n")
+    root = pathlib.Path(carbon_compile.__file__).parent.parent
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"}
+
+
+@pytest.mark.parametrize("code,i,example", RUN_EXAMPLES, ids=ids(RUN_EXAMPLES))
+def test_run_examples_name_their_code(code, i, example, with_entry_point, tmp_path):
+    if not hasattr(pytest.importorskip("carbon_compile.backend"), "analyze"):
+        pytest.skip("the pipeline doesn't look at the environment yet")
+    (tmp_path / "example.py").write_text(example.source)
+    done = subprocess.run(
+        [sys.executable, "example.py"], env=with_entry_point, cwd=tmp_path, capture_output=True, text=True
+    )
+    shown = done.stdout + done.stderr
+    assert (code in shown) == example.fails, shown
+    assert example.fails or done.returncode == 0 and "promise broken" not in shown, shown
 
 
 @pytest.mark.parametrize("code,i,example", EXAMPLES, ids=ids(EXAMPLES))
