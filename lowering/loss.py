@@ -123,6 +123,19 @@ def binary_cross_entropy_with_logits(x, t, weight=None, pos_weight=None, reducti
     return _reduced(loss if weight is None else P.mul(loss, weight), reduction, promoted(x, t))
 
 
+@rule("aten.soft_margin_loss.default", section="3")
+def soft_margin_loss(x, t, reduction=MEAN):
+    """-log_sigmoid(t x)."""
+    return _reduced(P.neg(P.log_sigmoid(P.mul(t, x))), reduction, promoted(x, t))
+
+
+@rule("aten.soft_margin_loss_backward.default", section="3")
+def soft_margin_loss_backward(g, x, t, reduction):
+    """(-t sigmoid(-t x)) g."""
+    slope = P.mul(P.neg(t), P.sigmoid(P.neg(P.mul(t, x))))
+    return P.mul(slope, _incoming(g, _count(x, t), reduction), dtype=x.dtype)
+
+
 # --- classes: the negative log likelihood ---------------------------------------------------------------
 
 
