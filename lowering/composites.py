@@ -59,6 +59,7 @@ class Composites(TorchFunctionMode):
     def __init__(self, current):
         super().__init__()
         self.policy = current
+        self.entered = set()
 
     def __torch_function__(self, function, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -74,9 +75,14 @@ class Composites(TorchFunctionMode):
                 if met is None:
                     raise
                 met.append((refusal, resolve_name(function), torch.fx.traceback.get_current_meta()))
-        if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional"):
-            with self:
-                return body(function)(*args, **kwargs)
+        if isinstance(function, types.FunctionType) and function.__module__ in ("torch.nn.functional", "torch.functional") and function not in self.entered:
+            # A function that picks among others (F.max_pool2d, torch.unique) is met again from them.
+            self.entered.add(function)
+            try:
+                with self:
+                    return body(function)(*args, **kwargs)
+            finally:
+                self.entered.remove(function)
         return function(*args, **kwargs)
 
     def autocast(self, function, args, kwargs):
