@@ -17,12 +17,14 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+
 from carbon_compile.templates import quantize as twin
 from carbon_compile.templates.quantize import DIGITS, POISON, powers_of_two
-from torch import Tensor
 
 OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
 BALANCES = ("none", "weight", "gradient")
+BATCHED_BALANCES = ("none", "keys")
 
 # Contraction lengths one float64 (X3: one factor cut into 12-bit halves) or one int64 can hold:
 # K 2^15 2^15 and K 2^11 2^23 stay within 2^53, K 2^23 2^23 within 2^63.
@@ -60,16 +62,21 @@ def exact_bmm(
     b: Tensor,
     *,
     window: int,
+    balance: str = "none",
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     engine: str = "int8",
 ) -> Tensor:
     """The exact product of a [B, M, K] and b [B, K, N], any strides (0 too): [B, M, N].
 
-    As `exact_mm` without balances; an operand expanded over the batch is quantised once.
+    As `exact_mm`; an operand expanded over the batch is quantised once. `balance` is "none" or
+    "keys" (contract section 5): b is quantised by its rows k, whose exponents are folded into a, so
+    that row i of the result depends on no b[k] with a[i, k] = 0; K = 1 is no exception to it.
     """
     _check(a, b, 3, window)
-    return _dispatch(a, b, window, "none", bias, out_dtype, engine)
+    if balance not in BATCHED_BALANCES:
+        raise ValueError(f"balance must be one of {BATCHED_BALANCES}, got {balance!r}")
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
 
 
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
@@ -103,7 +110,7 @@ def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
         bias = bias.expand(shape)
     if math.prod(shape) == 0:
         return a.new_empty(shape, dtype=out_dtype)
-    if k <= 1:
+    if k == 0 or k == 1 and balance != "keys":
         product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
         return _finish(product, bias, out_dtype, nans=True)
     if a.is_cuda:
@@ -121,10 +128,15 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
         d = twin.weight_balance(b)
     elif balance == "gradient":
         d = twin.gradient_balance(a, b)
-    qb = _quantize_once(b, window, d)
+    elif balance == "keys":
+        d = twin.key_exponents(b)
+    qb = twin.quantize_keys(b, window, d) if balance == "keys" else _quantize_once(b, window, d)
     out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
     for rows in _row_blocks(a, b):
-        qa = twin.quantize(a[rows], window, -1, d)
+        if balance == "keys":
+            qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1)
+        else:
+            qa = twin.quantize(a[rows], window, -1, d)
         columns = twin.Quantized(qb.q[rows[:-1]], qb.exponents[rows[:-1]])
         rounded = rounded_total(qa.q, columns.q, window)
         scaled, poisoned = _scale(rounded, qa.exponents, columns.exponents)

@@ -296,9 +296,10 @@ def quantize_operands(a: Tensor, b: Tensor, window: int, balance: str) -> tuple[
     """Digits of a [..., M, K] by rows and of b [..., K, N] by columns; a batch of stride 0 once."""
     maxima = None
     if balance != "none":
-        second = kernels.maxima(b, -1)
+        second = kernels.maxima(_one_copy(b), -1)
         first = kernels.maxima(a, -2) if balance == "gradient" else second
-        maxima = Balance(BALANCES[balance], first, second)
+        stride = b.shape[-2] if second.numel() > b.shape[-2] else 0
+        maxima = Balance(BALANCES[balance], first, second, stride)
     return (
         kernels.quantize(_one_copy(a), window, -1, maxima, 1),
         kernels.quantize(_one_copy(b), window, -2, maxima, -1),

@@ -2,7 +2,8 @@
 
 A row of the first operand (a column of the second) is the unit: its largest magnitude over the
 whole contraction fixes one exponent s, and every element becomes q = RNE(x 2^(d_k - s)) with
-|q| < 2^(w-1), where d_k is the balance of contraction index k (0 when there is none).
+|q| < 2^(w-1), where d_k is the balance of contraction index k (0 when there is none). With "keys"
+the second operand's unit is its row instead, and its exponents go to the first operand.
 
 Everything here is the CPU twin in float64, which holds every value met on the way exactly: an
 operand has at most 24 significant bits and exponents within +-149, a balance moves it by at most
@@ -74,6 +75,33 @@ def gradient_balance(a: Tensor, b: Tensor) -> Tensor:
     ea, eb = exponents(maxima(a, 0)), exponents(maxima(b, 1))
     d = torch.div(eb - ea, 2, rounding_mode="trunc")
     return d.masked_fill_((ea == EMPTY) | (eb == EMPTY), 0)
+
+
+def key_exponents(b: Tensor) -> Tensor:
+    """bexpo(max_j |B_kj|) of b [..., K, N]; EMPTY for a zero row, POISON for one not finite; int32."""
+    largest = maxima(b, -1)
+    return exponents(largest, BEXPO_BUMP).masked_fill_(~largest.isfinite(), POISON)
+
+
+def fold_keys(a: Tensor, d: Tensor) -> Tensor:
+    """A_ik 2^(d_k) in float64, for a [..., M, K] and `key_exponents` d [..., K].
+
+    A zero row of B drops its index. A row of B that is not finite makes every A_ik infinite that is
+    not zero: it poisons those who take part in it, and nobody else.
+    """
+    scale = powers_of_two(d.masked_fill((d == EMPTY) | (d == POISON), 0))
+    folded = a.double() * scale.masked_fill_(d == EMPTY, 0.0).unsqueeze(-2)
+    poisoned = (d == POISON).unsqueeze(-2)
+    return folded.masked_fill_(poisoned & (a != 0), torch.inf) if poisoned.any() else folded
+
+
+def quantize_keys(b: Tensor, window: int, d: Tensor) -> Quantized:
+    """RNE(B_kj 2^(w-1-d_k)) of b [..., K, N] and `key_exponents` d [..., K]; one static exponent."""
+    special = ((d == EMPTY) | (d == POISON)).unsqueeze(-1)
+    scale = powers_of_two(window - 1 - d.unsqueeze(-1).masked_fill(special, 0))
+    q = b.double().mul(scale).round_().masked_fill_(special, 0.0)
+    columns = (*b.shape[:-2], b.shape[-1])
+    return Quantized(q, torch.full(columns, 1 - window, dtype=torch.int32, device=b.device))
 
 
 def quantize(x: Tensor, window: int, contraction: int, balance: Tensor | None = None) -> Quantized:

@@ -12,16 +12,17 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from carbon_compile.templates import launch
 from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, POISON
-from torch import Tensor
 
 _BUMP = tl.constexpr(BEXPO_BUMP)
 _POISON = tl.constexpr(POISON)
 _EMPTY = tl.constexpr(EMPTY)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
-BALANCES = {"none": 0, "weight": 1, "gradient": 2}
+BALANCES = {"none": 0, "weight": 1, "gradient": 2, "keys": 3}
 
 
 class Digits(NamedTuple):
@@ -35,11 +36,13 @@ class Digits(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """The maxima a balance is computed from, as bit patterns over the contraction."""
+    """The maxima a balance is computed from, as bit patterns over the contraction; those of the
+    second operand's next batch stand `stride` elements further."""
 
     mode: int
     first: Tensor
     second: Tensor
+    stride: int = 0
 
 
 @triton.jit
@@ -85,6 +88,30 @@ def _balanced_exponents(bits, d):
 
 
 @triton.jit
+def _keys(second_ptr, k, K):
+    """Of the second operand's rows: bexpo, which are zero, which are not finite."""
+    largest = tl.load(second_ptr + k, mask=k < K, other=0)
+    return _exponents(largest, _BUMP), largest == 0, largest >= _INFINITY_BITS
+
+
+@triton.jit
+def _folded_exponents(bits, d, empty, wild):
+    """bexpo(|A_ik| 2^(d_k)); see `quantize.fold_keys`."""
+    e = _balanced_exponents(bits, d)
+    e = tl.where(empty & (bits < _INFINITY_BITS), _EMPTY, e)
+    return tl.where(wild & (bits != 0), _POISON, e)
+
+
+@triton.jit
+def _dropped(x, empty, wild, SIGN: tl.constexpr):
+    """x as binary32, 0 where its contraction index takes no part in the integers."""
+    drop = empty
+    if SIGN < 0:
+        drop = empty | wild
+    return tl.where(drop[None, :], 0.0, x.to(tl.float32))
+
+
+@triton.jit
 def _row_exponent(largest):
     """The same from a row's largest magnitude bits, without a balance."""
     return _balanced_exponents(largest, 0)
@@ -127,7 +154,7 @@ def _stored_exponent(e, W: tl.constexpr):
 
 @triton.jit
 def maxima_kernel(
-    x_ptr, out_ptr, first_ptr, second_ptr, R, K, stride_b, stride_r, stride_k,
+    x_ptr, out_ptr, first_ptr, second_ptr, R, K, stride_b, stride_r, stride_k, stride_keys,
     MODE: tl.constexpr, SIGN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     STEPS: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
@@ -139,6 +166,7 @@ def maxima_kernel(
     batch = pid // spans // blocks
     r = (pid // spans % blocks) * BR + tl.arange(0, BR)
     base = x_ptr + batch.to(tl.int64) * stride_b + r.to(tl.int64)[:, None] * stride_r
+    second_ptr += batch.to(tl.int64) * stride_keys
     if MODE == 0:
         best = tl.zeros((BR, BK), tl.int32)
     else:
@@ -148,7 +176,10 @@ def maxima_kernel(
         mask = (r < R)[:, None] & (k < K)[None, :]
         x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
         value = _magnitude_bits(x)
-        if MODE != 0:
+        if MODE == 3:
+            d, empty, wild = _keys(second_ptr, k, K)
+            value = _folded_exponents(value, d[None, :], empty[None, :], wild[None, :])
+        elif MODE != 0:
             d = _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)
             value = _balanced_exponents(value, d[None, :])
         best = tl.maximum(best, value)
@@ -163,7 +194,7 @@ def maxima_kernel(
 @triton.jit
 def digits_kernel(
     x_ptr, largest_ptr, digits_ptr, exponents_ptr, first_ptr, second_ptr,
-    R, K, KP, plane, stride_b, stride_r, stride_k,
+    R, K, KP, plane, stride_b, stride_r, stride_k, stride_keys,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, SIGN: tl.constexpr,
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +209,10 @@ def digits_kernel(
     r = block * BR + tl.arange(0, BR)
     k = span * BK + tl.arange(0, BK)
     row = batch.to(tl.int64) * R + r
-    e = tl.load(largest_ptr + row, mask=r < R, other=0)
+    if MODE == 3 and SIGN < 0:
+        e = tl.zeros((BR,), tl.int32)
+    else:
+        e = tl.load(largest_ptr + row, mask=r < R, other=0)
     if MODE == 0:
         e = _row_exponent(e)
     if span == 0:
@@ -187,7 +221,11 @@ def digits_kernel(
     mask = (r < R)[:, None] & (k < K)[None, :]
     x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
     shift = (W - 1) - e[:, None]
-    if MODE != 0:
+    if MODE == 3:
+        d, empty, wild = _keys(second_ptr + batch.to(tl.int64) * stride_keys, k, K)
+        x = _dropped(x, empty, wild, SIGN)
+        shift += SIGN * d[None, :]
+    elif MODE != 0:
         shift += _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)[None, :]
     pointers = digits_ptr + row[:, None] * KP + k[None, :]
     _store_digits(_integers(x, shift), pointers, plane, (r < R)[:, None] & (k < KP)[None, :], D)
@@ -196,7 +234,7 @@ def digits_kernel(
 @triton.jit
 def rows_kernel(
     x_ptr, digits_ptr, exponents_ptr, first_ptr, second_ptr,
-    R, K, KP, plane, stride_b, stride_r, stride_k,
+    R, K, KP, plane, stride_b, stride_r, stride_k, stride_keys,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, SIGN: tl.constexpr,
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -213,6 +251,17 @@ def rows_kernel(
     if MODE == 0:
         e = _row_exponent(tl.max(_magnitude_bits(x), axis=1))
         shift = (W - 1) - e[:, None]
+    elif MODE == 3:
+        d, empty, wild = _keys(second_ptr + batch.to(tl.int64) * stride_keys, k, K)
+        if SIGN > 0:
+            folded = _folded_exponents(
+                _magnitude_bits(x), d[None, :], empty[None, :], wild[None, :]
+            )
+            e = tl.max(folded, axis=1)
+        else:
+            e = tl.zeros((BR,), tl.int32)
+        x = _dropped(x, empty, wild, SIGN)
+        shift = (W - 1) - e[:, None] + SIGN * d[None, :]
     else:
         d = _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)[None, :]
         e = tl.max(_balanced_exponents(_magnitude_bits(x), d), axis=1)
@@ -235,9 +284,9 @@ def maxima(x: Tensor, dim: int, balance: Balance | None = None, sign: int = 0) -
     )
     if atomic and balance is not None:
         start.fill_(EMPTY)
-    mode, first, second = balance or (0, start, start)
+    mode, first, second, stride = balance or (0, start, start, 0)
     maxima_kernel[(grid,)](
-        x, start, first, second, rows, k, *strides, MODE=mode, SIGN=sign, BR=tile.rows,
+        x, start, first, second, rows, k, *strides, stride, MODE=mode, SIGN=sign, BR=tile.rows,
         BK=tile.columns, STEPS=tile.steps, ATOMIC=atomic, num_warps=tile.warps, **launch.STRICT,
     )  # fmt: skip
     return start
@@ -255,8 +304,8 @@ def quantize(
     planes = DIGITS[window]
     out = torch.empty((planes, batch * rows, padded), dtype=torch.int8, device=x.device)
     exponents = torch.empty(batch * rows, dtype=torch.int32, device=x.device)
-    mode, first, second = balance or (0, exponents, exponents)
-    where = (rows, k, padded, batch * rows * padded, *strides)
+    mode, first, second, stride = balance or (0, exponents, exponents, 0)
+    where = (rows, k, padded, batch * rows * padded, *strides, stride)
     tile = launch.rows_tile(batch, rows, padded, strides[1], strides[2])
     if tile is not None:
         grid = batch * triton.cdiv(rows, tile.rows)
@@ -265,7 +314,8 @@ def quantize(
             BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
         )  # fmt: skip
         return Digits(out, exponents, rows, padded)
-    largest = maxima(x, contraction, balance, sign)
+    static = mode == BALANCES["keys"] and sign < 0
+    largest = exponents if static else maxima(x, contraction, balance, sign)
     tile = launch.digits_tile(strides[1], strides[2])
     grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(padded, tile.columns)
     digits_kernel[(grid,)](

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+
 from carbon_compile.templates import launch, matmul, quantize
 from carbon_compile.templates.matmul import exact_bmm, exact_mm
 
@@ -113,6 +114,29 @@ def oracle(a, b, window, balance="none", bias=None):
             if bias is not None:
                 c = c if abs(c) == float("inf") else rn(Fraction(c) + Fraction(bias[j].item()))
             out[i, j] = c
+    return out
+
+
+def keys_oracle(a, b, window):
+    """float32, for the balance "keys" of one matrix pair."""
+    a, b = rationals(a), rationals(b)
+    d, q = [], []
+    for row in b:
+        largest = None if any(v is None for v in row) else max(abs(v) for v in row)
+        d.append("poison" if largest is None else expo(largest * Fraction(129, 128)) if largest else "drop")
+        scale = Fraction(2) ** (window - 1 - d[-1]) if largest else 0
+        q.append([round(v * scale) if scale else 0 for v in row])
+    out = torch.empty(len(a), len(b[0]))
+    for i, row in enumerate(a):
+        if any(v is None or (v != 0 and e == "poison") for v, e in zip(row, d, strict=True)):
+            bits(out)[i] = NAN
+            continue
+        folded = [0 if isinstance(e, str) else v * Fraction(2) ** e for v, e in zip(row, d, strict=True)]
+        qa, s = integers([Fraction(v) for v in folded], [0] * len(folded), window)
+        for j in range(len(b[0])):
+            total = sum(x * y[j] for x, y in zip(qa, q, strict=True))
+            k = min(250, max(-250, s - (window - 1)))
+            out[i, j] = times(times(rn(Fraction(total)), k // 2), k - k // 2)
     return out
 
 
@@ -252,6 +276,40 @@ def test_bmm_is_mm_per_batch(window):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
+def test_keys_oracle(window):
+    """The second operand by its rows: subnormal, huge, zero, and not finite where others don't look."""
+    a, b = wild(9, 13, seed=1), wild(13, 6, seed=2)
+    big = torch.finfo(torch.float32).max
+    b[1], b[2], b[3], b[4, 2], b[5, 0] = 0, b[2] * 1e-42, big, float("inf"), float("nan")
+    b[6] = 1.984375
+    a[1], a[2] = 0, a[2] * 1e-42
+    a[:6, 4:6] = 0
+    a[3, 7], a[4, 3], a[8, 1] = big, big, float("inf")
+    got = exact_bmm(a[None], b[None], window=window, balance="keys")[0]
+    assert same(got, keys_oracle(a, b, window))
+    assert not got[:6].isnan().any() and (bits(got[6:]) == NAN).all()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_keys_that_take_no_part_change_nothing(window):
+    a, b = wild(3, 7, 20), wild(3, 20, 5, seed=1)
+    a[:, :4, 9:] = 0
+    a[:, 0, 1:] = 0
+    want = exact_bmm(a, b, window=window, balance="keys")
+    other = b.clone()
+    other[:, 9:] = torch.tensor([1e30, float("nan"), -1e-30, float("inf"), 0.0])
+    got = exact_bmm(a, other, window=window, balance="keys")
+    assert same(got[:, :4], want[:, :4]) and got[:, 4:].isnan().all()
+    short = exact_bmm(a[:, :4, :9], b[:, :9], window=window, balance="keys")
+    assert same(short, want[:, :4])
+    assert same(exact_bmm(a[:, :1, :1], b[:, :1], window=window, balance="keys"), want[:, :1])
+    order = torch.randperm(20)
+    assert same(exact_bmm(a[..., order], b[:, order], window=window, balance="keys"), want)
+    shared = exact_bmm(a, b[:1].expand(3, 20, 5), window=window, balance="keys")
+    assert same(shared[1:2], exact_bmm(a[1:2], b[:1], window=window, balance="keys"))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 def test_short_contractions_and_empty_shapes(window):
     a, b = wild(5, 1), wild(1, 6, seed=1)
     a[0], b[0, 0], b[0, 1] = float("inf"), 0.0, float("nan")
@@ -333,6 +391,8 @@ def test_refusals():
         exact_mm(x, x, window=20)
     with pytest.raises(ValueError, match="balance"):
         exact_mm(x, x, window=24, balance="both")
+    with pytest.raises(ValueError, match="balance"):
+        exact_bmm(x[None], x[None], window=24, balance="weight")
     with pytest.raises(ValueError, match="cannot multiply"):
         exact_mm(x, x[:2], window=24)
     with pytest.raises(ValueError, match="cannot multiply"):
@@ -388,6 +448,8 @@ def test_plans_cannot_overflow(window):
         (64, 64, 1 << 20),
     ):
         plan = launch.gemm_plan(m, n, k, window, 1, h100)
+        for other in launch.variants(plan, launch.padded_contraction(k), window):
+            assert other.span % other.bk == 0 and other.span <= launch.SPAN_LIMIT[window]
         assert plan.span % plan.bk == 0 and plan.splits == -(
             -launch.padded_contraction(k) // plan.span
         )
@@ -439,6 +501,18 @@ for window in (16, 24):
     got = matmul_kernels.multiply(x, y, window, "none", None, torch.float32, plan=launch.split(levels, 256, window, 1))
     assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window)))
 
+    x, y = a[:20].view(2, 10, 150).clone(), b[:, :16].reshape(150, 2, 8).transpose(0, 1)
+    x[0, :4, 9] = 0
+    for y in (y, b[:, :8].expand(2, 150, 8)):
+        got = matmul_kernels.multiply(x, y, window, "keys", None, torch.float32, plan=launch.split(levels, 256, window, 1))
+        assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window, balance="keys"))), window
+
+long = torch.randn(3, 9000, generator=g)
+tall = torch.randn(9000, 3, generator=g)
+tall[7], tall[8, 1], tall[9] = 0, float("inf"), tall[9] * 1e-42
+long[:2, 8] = 0
+got = matmul_kernels.multiply(long[None], tall[None], 24, "keys", None, torch.float32)
+assert torch.equal(bits(got), bits(matmul.exact_bmm(long[None], tall[None], window=24, balance="keys")))
 long = torch.randn(3, 9000, generator=g)
 for x, dim in ((long, -1), (long.t().contiguous(), -2)):
     d = kernels.quantize(x, 24, dim)
@@ -482,3 +556,9 @@ def test_gpu_equals_cpu(window, engine):
                         engine=engine,
                     )
                     assert same(got.cpu(), want)
+        if engine == "int8":
+            a, b = wild(2, m, k, seed=m), wild(2, k, n, seed=n)
+            want = exact_bmm(a, b, window=window, balance="keys")
+            for x, y in ((a, b), (a.mT.contiguous().mT, b.mT.contiguous().mT)):
+                got = exact_bmm(x.cuda(), y.cuda(), window=window, balance="keys")
+                assert same(got.cpu(), want)
