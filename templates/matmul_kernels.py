@@ -294,14 +294,14 @@ def finish_kernel(
 
 def quantize_operands(a: Tensor, b: Tensor, window: int, balance: str) -> tuple[Digits, Digits]:
     """Digits of a [..., M, K] by rows and of b [..., K, N] by columns; a batch of stride 0 once."""
-    maxima = None
+    maxima, stride = None, 0
     if balance != "none":
         second = kernels.maxima(_one_copy(b), -1)
         first = kernels.maxima(a, -2) if balance == "gradient" else second
         stride = b.shape[-2] if second.numel() > b.shape[-2] else 0
         maxima = Balance(BALANCES[balance], first, second, stride)
     return (
-        kernels.quantize(_one_copy(a), window, -1, maxima, 1),
+        kernels.quantize(a if stride else _one_copy(a), window, -1, maxima, 1),
         kernels.quantize(_one_copy(b), window, -2, maxima, -1),
     )
 
