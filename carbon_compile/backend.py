@@ -65,6 +65,9 @@ def compile_region(gm, example_inputs, region, caches=True):
     report.raise_if_refused()
     if not joint.ran and region.recall() is None and caches:
         return compile_region(gm, example_inputs, region, caches=False)
+    if not joint.ran:
+        report.extend(Report.load(region.record.report))
+    region.enter(example_inputs, report)
     for warned in report.warned:
         warnings.warn(f"{warned.code}: {warned.message} ({warned.file}:{warned.line})", stacklevel=2)
     return compiled

@@ -169,3 +169,16 @@ def trace_only(gm, inputs, judge):
 
     with config.patch(enable_autograd_cache=False):
         return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition, decompositions={})(gm, inputs)
+
+
+def compiled_function():
+    """Name and place of the frame that Dynamo is compiling: "forward (model.py:12)"."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:  # not under Dynamo
+        return ""
+    import os
+
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

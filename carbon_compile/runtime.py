@@ -3,32 +3,44 @@
 import hashlib
 import json
 import os
-import weakref
 
 import torch
 
 from . import host
 from .diagnostics import Refused
 from .judge import Record
-
-REGIONS = weakref.WeakSet()
-
+from .runlog import LOG
 
 class Region:
-    """One compiled Dynamo graph: its policy, its record and how often it ran."""
+    """One compiled Dynamo graph: its policy, its verdicts and its entry in the log."""
 
     def __init__(self, gm, options, policy, version):
         self.options, self.policy = options, policy
         self.key = region_key(gm, options, version)
-        self.calls = 0
+        self.name = host.compiled_function()
+        self.entry = None
         self.record = None
         self.stock = set()
         self.compiled = None
-        REGIONS.add(self)
 
     def __call__(self, *args):
-        self.calls += 1
+        self.entry.calls += 1
         return self.compiled(*args)
+
+    def enter(self, inputs, report):
+        """Put the region into the log that certificates are made of."""
+        values = [v for v in inputs if isinstance(v, torch.Tensor)]
+        training = torch.is_grad_enabled() and any(v.requires_grad for v in values)
+        self.entry = LOG.graph(
+            self.record.graph,
+            function=self.name,
+            kind="training" if training else "inference",
+            device=next((v.device.type for v in values if v.device.type != "cpu"), "cpu"),
+            precision={k: getattr(self.policy, k) for k in ("float32", "bfloat16", "float16")},
+            nodes=self.record.rows,
+            report=report,
+            parameters=[v for v in values if isinstance(v, torch.nn.Parameter)],
+        )
 
     def remember(self, record):
         """Keep the verdicts beside Inductor's caches, whose hits skip our passes."""

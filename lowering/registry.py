@@ -154,3 +154,10 @@ def load():
             importlib.import_module(f"{__package__}.{module}")
         _loaded = True
     return RULES
+
+
+def coverage():
+    """The verdict of every ATen operator; see `lowering/coverage.py`."""
+    from .coverage import coverage as rows
+
+    return rows()
