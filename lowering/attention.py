@@ -1,1 +1,163 @@
-"""(to come)"""
+"""Attention (contract section 5): exact scores, softmax with the row's exact maximum, values by keys.
+
+`scaled_dot_product_attention` is the one place that composes them, so that a template which never
+stores the weights can take over the composition without touching its callers.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ..templates import matmul as templates
+from . import policy, random, softmax
+from . import prims as P
+from .composed import compose, derivative
+from .matmul import BMM
+from .pointwise import LIBRARY
+from .registry import Refusal, composite, refuse, template
+
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+LIBRARY.define("attention_scores(Tensor q, Tensor k, int window) -> Tensor", tags=_TAGS)
+LIBRARY.define("bmm_keys(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", tags=_TAGS)
+
+
+def _scores(q, k, window):
+    """q [B, L, E] times k [B, S, E] transposed, to binary32."""
+    return templates.exact_bmm(q, k.transpose(1, 2), window=window)
+
+
+def _bmm_keys(a, b, window, dtype):
+    """a [B, M, K] times b [B, K, N], where b is quantised by its rows: see "keys" in section 5."""
+    return templates.exact_bmm(a, b, window=window, balance="keys", out_dtype=dtype)
+
+
+LIBRARY.impl("attention_scores", _scores, "CompositeExplicitAutograd")
+LIBRARY.impl("bmm_keys", _bmm_keys, "CompositeExplicitAutograd")
+SCORES = template("attention_scores", "5")
+KEYS = template("bmm_keys", "5")
+
+
+@torch.library.register_fake("carbon::attention_scores", lib=LIBRARY)
+def _scores_fake(q, k, window):
+    torch._check(q.shape[2] == k.shape[2], lambda: f"queries of {q.shape[2]} features do not fit keys of {k.shape[2]}")
+    return q.new_empty((q.shape[0], q.shape[1], k.shape[1]), dtype=torch.float32)
+
+
+@torch.library.register_fake("carbon::bmm_keys", lib=LIBRARY)
+def _bmm_keys_fake(a, b, window, dtype):
+    torch._check(a.shape[2] == b.shape[1], lambda: f"bmm_keys cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
+
+
+def _scores_setup(ctx, inputs, output):
+    q, k, ctx.window = inputs
+    ctx.save_for_backward(q, k)
+
+
+def _scores_backward(ctx, grad):
+    """dQ = dS K and dK = dS^T Q: no key or query without weight shows in another's gradient."""
+    q, k = ctx.saved_tensors
+    dq = KEYS(grad, k, ctx.window, q.dtype) if ctx.needs_input_grad[0] else None
+    dk = KEYS(grad.transpose(1, 2), q, ctx.window, k.dtype) if ctx.needs_input_grad[1] else None
+    return dq, dk, None
+
+
+def _bmm_keys_setup(ctx, inputs, output):
+    a, b, ctx.window, _ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _bmm_keys_backward(ctx, grad):
+    a, b = ctx.saved_tensors
+    da = BMM(grad, b.transpose(1, 2), ctx.window, a.dtype) if ctx.needs_input_grad[0] else None
+    db = KEYS(a.transpose(1, 2), grad, ctx.window, b.dtype) if ctx.needs_input_grad[1] else None
+    return da, db, None, None
+
+
+torch.library.register_autograd("carbon::attention_scores", _scores_backward, setup_context=_scores_setup, lib=LIBRARY)
+torch.library.register_autograd("carbon::bmm_keys", _bmm_keys_backward, setup_context=_bmm_keys_setup, lib=LIBRARY)
+
+
+@compose("attention_weights(Tensor scores, Tensor? mask) -> Tensor", "5")
+def attention_weights(scores, mask):
+    """Softmax over the last dimension of the keys that `mask` (bool) keeps; 0 in a row without any."""
+    if mask is not None:
+        scores = torch.ops.carbon.select(mask, scores, P.scalar(-math.inf, scores), dtype=torch.float32)
+    return softmax.safe_softmax(scores, scores.dim() - 1)
+
+
+@compose("attention_weights_backward(Tensor grad, Tensor weights) -> Tensor", "5")
+def attention_weights_backward(grad, weights):
+    """(g - sum(g p)) p, where a key without weight takes no part, whatever its g."""
+    zero = P.scalar(0.0, weights)
+    absent = P.eq(weights, 0.0, dtype=torch.bool)
+    g = torch.ops.carbon.select(absent, zero, grad, dtype=torch.float32)
+    total = P.sum(P.mul(g, weights), [-1], True)
+    return torch.ops.carbon.select(absent, zero, P.mul(P.sub(g, total), weights), dtype=torch.float32)
+
+
+def _weights_setup(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+@derivative(torch.ops.carbon.attention_weights.default, _weights_setup)
+def _weights_backward(ctx, grad):
+    return torch.ops.carbon.attention_weights_backward(grad, *ctx.saved_tensors), None
+
+
+@composite(F.scaled_dot_product_attention, section="5")
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """F.scaled_dot_product_attention: query [..., L, E], key [..., S, E], value [..., S, Ev].
+
+    With `enable_gqa` query heads are a multiple of key heads, and those that share a key head are
+    rows of one product: the gradient of a shared key is then one exact sum.
+    """
+    _check(query, key, value, attn_mask, is_causal)
+    (length, features), keys = query.shape[-2:], key.shape[-2]
+    rows = _grouped(query, key, value) if enable_gqa else query
+    batch = torch.broadcast_shapes(rows.shape[:-2], key.shape[:-2], value.shape[:-2])
+    heads = (*batch[:-1], query.shape[-3]) if enable_gqa else batch
+    q, k, v = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (rows, key, value))
+    window = policy.current().window(query.dtype)
+    scores = SCORES(q, k, window).reshape(*heads, length, keys)
+    scores = scores * (1.0 / math.sqrt(features) if scale is None else scale)
+    if attn_mask is not None and attn_mask.dtype is not torch.bool:
+        scores = scores + attn_mask
+        attn_mask = None
+    if is_causal:
+        attn_mask = torch.arange(keys, device=q.device) <= torch.arange(length, device=q.device).unsqueeze(1)
+    weights = torch.ops.carbon.attention_weights(scores, attn_mask)
+    weights = random.dropout(weights, dropout_p, True)
+    out = KEYS(weights.reshape(q.shape[0], -1, keys), v, window, query.dtype)
+    return out.reshape(*heads, length, value.shape[-1])
+
+
+def _check(query, key, value, attn_mask, is_causal):
+    if not query.dtype is key.dtype is value.dtype:
+        raise RuntimeError(f"Expected query, key, and value to have the same dtype, but got {query.dtype}, {key.dtype}, and {value.dtype}")
+    if query.dtype is torch.float64:
+        raise Refusal("CB201", "attention in float64 has no rule; use float32, bfloat16 or float16")
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise RuntimeError("Expected query, key, and value to all be at least 2 dimensional")
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+
+
+def _grouped(query, key, value):
+    """query [..., H, L, E] as [..., Hk, (H / Hk) L, E] for key [..., Hk, S, E]."""
+    if min(query.dim(), key.dim(), value.dim()) < 3 or key.shape[-3] != value.shape[-3] or query.shape[-3] % key.shape[-3]:
+        raise RuntimeError(f"enable_gqa needs as many heads in key and value, and a multiple of them in query; got {query.shape[-3]}, {key.shape[-3]} and {value.shape[-3]}")
+    groups = query.shape[-3] // key.shape[-3]
+    return query.unflatten(-3, (key.shape[-3], groups)).flatten(-3, -2)
+
+
+refuse(
+    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default", "aten._flash_attention_forward.default",
+    "aten._efficient_attention_forward.default", "aten._native_multi_head_attention.default",
+    "aten._transformer_encoder_layer_fwd.default",
+    code="CB101",
+    reason="a vendor's fused attention; call torch.nn.functional.scaled_dot_product_attention",
+)  # fmt: skip
