@@ -1,0 +1,127 @@
+"""A whole training step of GPT-2 124M, side by side: eager, Inductor and carbon.
+
+    python -m bench.step [--device cuda] [--batch 8] [--length 512] [--select carbon] [--json OUT]
+
+Interleaved in one process: every round times each contender once, and the table gives medians, so
+that a drifting clock touches all of them alike. Compile time is the first step less a warm one.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from tabulate import tabulate
+
+CONTENDERS = {
+    "eager float32": (None, False),
+    "inductor float32": ("inductor", False),
+    "carbon float32": ("carbon", False),
+    "eager bfloat16": (None, True),
+    "inductor bfloat16": ("inductor", True),
+    "carbon bfloat16": ("carbon", True),
+}
+
+
+class Contender:
+    """One model with its optimizer, and a step that can be timed."""
+
+    def __init__(self, backend, autocast, device, layers):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
+        self.model = GPT2LMHeadModel(config).to(device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.device, self.autocast, self.times = device, autocast, []
+        forward = lambda x: self.model(x, labels=x).loss  # noqa: E731
+        self.forward = forward if backend is None else torch.compile(forward, backend=backend)
+
+    def step(self, tokens):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.forward(tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def timed(self, tokens):
+        wait(self.device)
+        start = time.perf_counter()
+        loss = self.step(tokens)
+        wait(self.device)
+        self.times.append(time.perf_counter() - start)
+        return loss
+
+
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(names, device, batch, length, rounds, layers):
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randint(0, 50257, (batch, length), generator=generator).to(device) for _ in range(rounds + 3)]
+    contenders, rows = {}, []
+    for name in names:
+        backend, autocast = CONTENDERS[name]
+        contender = contenders[name] = Contender(backend, autocast, device, layers)
+        contender.timed(data[0])
+        contender.timed(data[1])
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        contender.timed(data[2])
+        contender.memory = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    for tokens in data[3:]:
+        for contender in contenders.values():
+            contender.loss = contender.timed(tokens)
+    for name, contender in contenders.items():
+        steady = contender.times[3:]
+        rows.append(
+            {
+                "step": name,
+                "median ms": round(statistics.median(steady) * 1e3, 2),
+                "spread ms": round((max(steady) - min(steady)) * 1e3, 2),
+                "compile s": round(contender.times[0] - statistics.median(steady), 1),
+                "peak GiB over weights": round(contender.memory / 2**30, 2),
+                "loss": round(contender.loss.item(), 5),
+            }
+        )
+    return rows
+
+
+def with_ratios(rows):
+    """Each row's time over stock PyTorch's in the same precision."""
+    times = {r["step"]: r["median ms"] for r in rows}
+    for row in rows:
+        precision = row["step"].split()[1]
+        for stock in ("eager", "inductor"):
+            base = times.get(f"{stock} {precision}")
+            row[f"over {stock}"] = round(row["median ms"] / base, 3) if base else None
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--select", nargs="*", default=list(CONTENDERS))
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    names = [n for n in CONTENDERS if any(s in n for s in options.select)]
+    rows = with_ratios(run(names, options.device, options.batch, options.length, options.rounds, options.layers))
+    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{card}, torch {torch.__version__}, batch {options.batch} x {options.length}, {options.layers} layers")
+    print(tabulate(rows, headers="keys"))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"card": card, "torch": torch.__version__, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
