@@ -92,7 +92,7 @@ def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
     dims = normal_dims(x, dims)
     if x.dim() == 0:
         return cast(add(f32(x), 0.0), dtype or torch.float32)  # noqa: F821
-    if count(x, dims) == 0:
+    if provably(count(x, dims) == 0):
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
     m = torch.ops.aten.amax.default(torch.ops.carbon.magnitude(x, dtype=torch.int32), dims, True)
@@ -113,16 +113,17 @@ def unit_sum(p, dims, keepdim=True):
 def _integer_sum(q, x, dims):
     """The exact total of int64 terms: one word where it provably fits, else (high, low) words."""
     n = count(x, dims)
-    if isinstance(n, int) and n < SINGLE_WORD or not isinstance(n, int) and _provably_below(n, SINGLE_WORD):
+    if provably(n < SINGLE_WORD):
         return (torch.ops.aten.sum.dim_IntList(q, dims, True),)
     words = (torch.ops.carbon.high_word(q, dtype=torch.int64), torch.ops.carbon.low_word(q, dtype=torch.int64))
     return tuple(torch.ops.aten.sum.dim_IntList(w, dims, True) for w in words)
 
 
-def _provably_below(n, bound):
+def provably(condition):
+    """Whether a condition on sizes holds for every value that symbolic sizes may take."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return statically_known_true(n < bound)
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def squeeze(x, dims):

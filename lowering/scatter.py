@@ -146,7 +146,7 @@ SMALL = 1024
 def rows(index, segments):
     """`Rows` or `Slots`, whichever needs less memory; the bits are the same."""
     n = index.shape[0]
-    few = P._provably_below(segments, n + 1) or (P._provably_below(segments, SMALL) and not isinstance(n, int))
+    few = P.provably(segments <= n) or (P.provably(segments < SMALL) and not isinstance(n, int))
     return Rows(index, segments) if few else Slots(index, segments)
 
 
@@ -181,7 +181,7 @@ def accumulate(groups, values, destinations, own=True, mean=False):
 def _terms(values, m, groups):
     """Quantised values as one int64, or as (high, low) words where more than fit one may meet."""
     q = torch.ops.carbon.sum_terms(values, m, dtype=torch.int64)
-    if P._provably_below(groups.most + 1, P.SINGLE_WORD):
+    if P.provably(groups.most + 1 < P.SINGLE_WORD):
         return (q,)
     return torch.ops.carbon.high_word(q, dtype=torch.int64), torch.ops.carbon.low_word(q, dtype=torch.int64)
 
@@ -397,7 +397,7 @@ def index_fill(x, dim, index, value):
 
 
 def _empty(index):
-    return isinstance(index.numel(), int) and index.numel() == 0
+    return P.provably(index.numel() == 0)
 
 
 def _strip(x, dim, index, source):
@@ -429,7 +429,7 @@ def _scatter_reduce(x, dim, index, source, reduce, own):
     if _empty(index):
         return x.clone()
     y, dim, index, source = _strip(x, dim, index, source)
-    if P._provably_below(2 * index.numel(), y.numel()):
+    if P.provably(2 * index.numel() < y.numel()):
         groups = Slots(_flat(y, dim, index), y.numel())
         return _reduced(reduce, groups, source.reshape(-1, 1), y.reshape(-1, 1), own).reshape(x.shape)
     return _reduced(reduce, Along(index, dim, y.shape), source, y, own).reshape(x.shape)
@@ -494,7 +494,7 @@ def masked_scatter(x, mask, source):
     x, mask = torch.broadcast_tensors(x, mask)
     rank = aten.sub.Scalar(aten.cumsum.default(mask.reshape(-1).to(torch.int64), 0), 1).reshape(mask.shape)
     rank = aten.where.self(mask, rank, P.scalar(0, rank, torch.int64))
-    if isinstance(source.numel(), int) and source.numel() == 0:
+    if P.provably(source.numel() == 0):
         return x.clone()
     return torch.ops.carbon.select(mask, aten.index.Tensor(source.reshape(-1), [rank]), x, dtype=x.dtype)
 
