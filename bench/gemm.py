@@ -16,11 +16,13 @@ import hashlib
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
+from tabulate import tabulate
+
 from carbon_compile.templates import launch, matmul
 from carbon_compile.templates import quantize as twin
-from tabulate import tabulate
 
 # m, n, k, balance, layout of a and b ("k": contraction contiguous, "r": rows contiguous)
 SHAPES = {
@@ -182,9 +184,39 @@ def tune(name: str, window: int) -> list[tuple[float, dict]]:
             run()
             assert torch.equal(out, reference), plan
             times.append((milliseconds(run), plan))
-        except Exception as e:  # out of shared memory or registers
+        except triton_errors() as e:
             print("skipped", plan, type(e).__name__, str(e)[:80], file=sys.stderr)
     return sorted(times, key=lambda t: t[0])
+
+
+def check_plans() -> list[str]:
+    """Names of plans whose bits differ from the twin's on a ragged product, each with two splits."""
+    from carbon_compile.templates import matmul_kernels as kernels
+
+    wrong = []
+    for window in (16, 24):
+        case = (300, 400, 1000, "float32", "none", "kk", "float32", False)
+        want = product(case, window, "cpu").cuda()
+        a = operand(300, 1000, "k", torch.float32, 1).cuda()
+        b = operand(400, 1000, "k", torch.float32, 2).cuda().t()
+        chosen = launch.gemm_plan(300, 400, 1000, window, 1, launch.hardware(a.device))
+        for plan in launch.variants(replace(chosen, splits=2), 1024, window):
+            print("plan", plan, flush=True)  # the last line names a plan that hangs
+            try:
+                got = kernels.multiply(a, b, window, "none", None, torch.float32, plan=plan)
+                torch.cuda.synchronize()
+            except triton_errors() as e:
+                print("  does not fit:", str(e)[:100])
+                continue
+            if not torch.equal(got.view(torch.int32), want.view(torch.int32)):
+                wrong.append(f"X{window // 8} {plan}")
+    return wrong
+
+
+def triton_errors() -> tuple:
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return OutOfResources, PTXASError
 
 
 def cpu_times() -> list[dict]:
@@ -240,6 +272,8 @@ def main() -> int:
         "hashes": want,
     }
     if options.tune is not None:
+        wrong += check_plans()
+        print("plans that differ:", wrong or "none", flush=True)
         for name in options.tune or SHAPES:
             for window in (16, 24):
                 fastest = tune(name, window)[:6]

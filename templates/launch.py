@@ -48,6 +48,7 @@ class Plan:
     stages: int
     joint: bool = False
     tma: bool = False
+    specialised: bool = False
     swap: bool = False
     group: int = 8
     span: int = 0
@@ -63,7 +64,9 @@ class Plan:
             "split_k": self.splits,
             "warps": self.warps,
             "stages": self.stages,
-            "schedule": ("joint" if self.joint else "levels") + (", swapped" if self.swap else ""),
+            "schedule": ("joint" if self.joint else "levels")
+            + (", specialised" if self.specialised else "")
+            + (", swapped" if self.swap else ""),
         }
 
 
@@ -216,33 +219,46 @@ def _microseconds(
     return time
 
 
+# (bm, bn, bk, warps, stages) worth timing, by (schedule, specialised); joint ones by window.
+_LEVELS = [
+    (128, 256, 128, 16, 3), (128, 256, 128, 8, 4), (128, 256, 256, 16, 2), (256, 128, 128, 16, 3),
+    (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 256, 8, 3), (128, 64, 128, 4, 4),
+    (128, 64, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4),
+]  # fmt: skip
+_JOINT = {
+    16: [(128, 128, 128, 8, 3), (128, 128, 64, 8, 5), (128, 64, 128, 8, 4), (128, 64, 128, 4, 3),
+         (64, 64, 128, 4, 3), (128, 32, 128, 4, 4), (128, 16, 128, 4, 4), (64, 16, 128, 4, 6)],
+    24: [(128, 64, 64, 8, 5), (128, 64, 128, 8, 3), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3),
+         (128, 32, 64, 4, 5), (128, 32, 128, 4, 3), (128, 16, 64, 4, 6), (128, 16, 128, 4, 3),
+         (64, 16, 128, 4, 4)],
+}  # fmt: skip
+_SPECIALISED = [(128, 256, 128, 8, 4), (256, 128, 128, 8, 4), (128, 128, 128, 8, 6)]
+_SPECIALISED_JOINT = {
+    16: [(128, 128, 64, 8, 6), (128, 128, 128, 8, 3)],
+    24: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 128, 128, 8, 2)],
+}
+
+
 def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
     """Plans worth timing beside a chosen one: tiles and schedules, splits around its own."""
-    tiles = [
-        (128, 256, 128, 16, 3), (128, 256, 128, 8, 4), (128, 256, 256, 16, 2), (256, 128, 128, 16, 3),
-        (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 256, 8, 3), (128, 64, 128, 4, 4),
-        (128, 64, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4),
+    splits = {chosen.splits, max(1, chosen.splits // 2), chosen.splits * 2}
+    families = (
+        (False, False, _LEVELS),
+        (True, False, _JOINT[window]),
+        (False, True, _SPECIALISED),
+        (True, True, _SPECIALISED_JOINT[window]),
+    )
+    return [
+        split(
+            replace(chosen, bm=bm, bn=bn, bk=min(bk, padded), warps=warps, stages=stages,
+                    joint=joint, specialised=specialised, tma=True),
+            padded, window, s,
+        )
+        for joint, specialised, shapes in families
+        for bm, bn, bk, warps, stages in shapes
+        if chosen.swap == (bn <= 32)
+        for s in sorted(splits if chosen.splits > 1 else {1})
     ]  # fmt: skip
-    joint = {
-        16: [(128, 128, 128, 8, 3), (128, 128, 64, 8, 5), (128, 64, 128, 8, 4), (128, 64, 128, 4, 3),
-             (64, 64, 128, 4, 3), (128, 32, 128, 4, 4), (128, 16, 128, 4, 4), (64, 16, 128, 4, 6)],
-        24: [(128, 64, 64, 8, 5), (128, 64, 128, 8, 3), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3),
-             (128, 32, 64, 4, 5), (128, 32, 128, 4, 3), (128, 16, 64, 4, 6), (128, 16, 128, 4, 3),
-             (64, 16, 128, 4, 4)],
-    }[window]  # fmt: skip
-    plans = []
-    for is_joint, shapes in ((False, tiles), (True, joint)):
-        for bm, bn, bk, warps, stages in shapes:
-            if chosen.swap != (bn <= 32):
-                continue
-            plan = replace(chosen, bm=bm, bn=bn, bk=bk, warps=warps, stages=stages, joint=is_joint)
-            splits = (
-                {1, chosen.splits}
-                if chosen.splits == 1
-                else {chosen.splits, chosen.splits // 2 or 1, chosen.splits * 2}
-            )
-            plans += [split(plan, padded, window, s) for s in sorted(splits)]
-    return plans
 
 
 def plan_as_dict(plan: Plan) -> dict:

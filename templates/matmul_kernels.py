@@ -15,12 +15,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from carbon_compile.templates import launch
 from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates.quantize import DIGITS, POISON
 from carbon_compile.templates.quantize_kernels import BALANCES, Balance, Digits
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _POISONED = tl.constexpr(POISON // 2)  # any sum of exponents above this includes a POISON
 # The bf16 engine: FLUSH products of two digits, each at most 2^14, stay within 2^22.
@@ -337,20 +338,30 @@ def multiply_digits(
     a_batch, b_batch = (m if a_plane > m else 0), (n if b_plane > n else 0)
     splits = triton.cdiv(qa.padded, plan.span)
     grid = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * splits * batch
-    operands = [
-        TensorDescriptor(q.digits, [planes * rows, q.padded], [q.padded, 1], [block, plan.bk])
-        if plan.tma else q.digits
-        for q, rows, block in ((qa, a_plane, plan.bm), (qb, b_plane, plan.bn))
-    ]  # fmt: skip
     anything = out if bias is None else bias
-    gemm_kernel[(grid,)](
-        *operands, out, total, anything, qa.exponents, qb.exponents,
+    operands = [(q.digits, planes * rows, q.padded) for q, rows in ((qa, a_plane), (qb, b_plane))]
+    arguments = (
+        out, total, anything, qa.exponents, qb.exponents,
         m, n, qa.padded, plan.span, a_plane, b_plane, a_batch, b_batch, out.numel(),
         *strides, *bias_strides,
-        D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
-        TMA=plan.tma, JOINT=plan.joint, BF16=engine == "bf16", HAS_BIAS=bias is not None,
-        num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
     )  # fmt: skip
+    if plan.specialised:
+        from carbon_compile.templates import matmul_hopper
+
+        matmul_hopper.run(grid, plan, operands, arguments, D=planes, HAS_BIAS=bias is not None)
+    else:
+        tiles = [
+            TensorDescriptor(digits, [rows, padded], [padded, 1], [block, plan.bk])
+            if plan.tma
+            else digits
+            for (digits, rows, padded), block in zip(operands, (plan.bm, plan.bn), strict=True)
+        ]
+        gemm_kernel[(grid,)](
+            *tiles, *arguments,
+            D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
+            TMA=plan.tma, JOINT=plan.joint, BF16=engine == "bf16", HAS_BIAS=bias is not None,
+            num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
+        )  # fmt: skip
     if plan.words:
         bm, bn = launch.FINISH_TILE
         if plan.swap:

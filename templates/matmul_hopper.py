@@ -1,0 +1,258 @@
+"""The int8 engine for Hopper, with warps that only load and warps that only multiply.
+
+Triton waits for every int8 wgmma before it issues the next. Here one warp keeps a ring of digit
+tiles full through the whole contraction, over all levels, while two warpgroups multiply with one
+step in flight. Totals, epilogue and bits are those of `matmul_kernels`.
+
+Two schedules. `levels` goes through the levels one by one, each digit pair a pass over the
+contraction. `joint` loads each digit tile once for several products: X2 in one pass with three
+accumulators; X3 in two, levels 0 to 2 and then 3 and 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from carbon_compile.templates import launch
+from carbon_compile.templates.matmul_kernels import _emit
+
+WARPS = 8  # the multiplying warpgroups: two
+
+
+@gluon.jit
+def _pairs(level, D: gl.constexpr):
+    """The first plane of a at a level, and how many digit pairs it has."""
+    first = gl.maximum(0, level - (D - 1))
+    return first, gl.minimum(level, D - 1) - first + 1
+
+
+@gluon.jit
+def _load_levels(
+    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
+    D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for level in range(0, 2 * D - 1):
+        first, pairs = _pairs(level, D)
+        for t in range(0, pairs * steps):
+            slot = count % STAGES
+            i = first + t // steps
+            k = k_start + (t % steps) * BK
+            mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(slot))
+            tma.async_copy_global_to_shared(
+                b, [(level - i) * b_plane + b_row, k], bar, sb.index(slot)
+            )
+            count += 1
+
+
+@gluon.jit
+def _multiply_levels(
+    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    total_plane, out_m, out_n, bias_m, bias_n,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    acc = gl.zeros((BM, BN), gl.int32, L)
+    low = gl.zeros((BM, BN), gl.int32, L)
+    count = 0
+    for level in range(0, 2 * D - 1):
+        _, pairs = _pairs(level, D)
+        for t in range(0, pairs * steps):
+            slot = count % STAGES
+            mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+            acc = warpgroup_mma(sa.index(slot), sb.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # One step stays in flight: what is done is the step before.
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=t > 0)
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
+        if level < 2 * D - 2:
+            low = low | ((acc & 255) << (8 * level))
+            acc = acc >> 8
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    _emit(acc, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+
+
+@gluon.jit
+def _load_joint(
+    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
+    D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """All planes of a step into one slot; X3's second pass needs planes 1 and 2 only."""
+    for first in gl.static_range(D - 1):
+        for t in range(0, steps):
+            count = first * steps + t
+            slot = count % STAGES
+            k = k_start + t * BK
+            mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, (D - first) * (a.block_type.nbytes + b.block_type.nbytes))
+            for i in gl.static_range(first, D):
+                at = slot * D + i
+                tma.async_copy_global_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(at))
+                tma.async_copy_global_to_shared(b, [i * b_plane + b_row, k], bar, sb.index(at))
+
+
+@gluon.jit
+def _multiply_joint(
+    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    total_plane, out_m, out_n, bias_m, bias_n,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    l0 = gl.zeros((BM, BN), gl.int32, L)
+    l1 = gl.zeros((BM, BN), gl.int32, L)
+    l2 = gl.zeros((BM, BN), gl.int32, L)
+    for t in range(0, steps):
+        slot = t % STAGES
+        mbarrier.wait(full.index(slot), (t // STAGES) & 1)
+        a0, a1 = sa.index(slot * D), sa.index(slot * D + 1)
+        b0, b1 = sb.index(slot * D).permute((1, 0)), sb.index(slot * D + 1).permute((1, 0))
+        l0 = warpgroup_mma(a0, b0, l0, is_async=True)
+        l1 = warpgroup_mma(a0, b1, l1, is_async=True)
+        l1 = warpgroup_mma(a1, b0, l1, is_async=True)
+        l2 = warpgroup_mma(a1, b1, l2, is_async=True)
+        if D == 3:
+            l2 = warpgroup_mma(a0, sb.index(slot * D + 2).permute((1, 0)), l2, is_async=True)
+            l2 = warpgroup_mma(sa.index(slot * D + 2), b0, l2, is_async=True)
+        l0, l1, l2 = warpgroup_mma_wait(2 * D, deps=(l0, l1, l2))
+        mbarrier.arrive(empty.index((t + STAGES - 1) % STAGES), pred=t > 0)
+    l0, l1, l2 = warpgroup_mma_wait(0, deps=(l0, l1, l2))
+    mbarrier.arrive(empty.index((steps + STAGES - 1) % STAGES))
+    low = l0 & 255
+    l1 += l0 >> 8
+    low = low | ((l1 & 255) << 8)
+    top = l2 + (l1 >> 8)
+    if D == 3:
+        # Opaque, or the compiler computes `low` after the loop and keeps what it is made of; and l4
+        # starts with its first product, since zeros would be made before the first pass. Either
+        # costs 64 registers, spills, and with them every asynchronous step.
+        low = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [low | ((top & 255) << 16)], gl.int32, is_pure=False, pack=1
+        )
+        l3 = top >> 8
+        l4 = l3
+        for t in range(0, steps):
+            count = steps + t
+            slot = count % STAGES
+            mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+            a1, a2 = sa.index(slot * D + 1), sa.index(slot * D + 2)
+            b1, b2 = sb.index(slot * D + 1).permute((1, 0)), sb.index(slot * D + 2).permute((1, 0))
+            l3 = warpgroup_mma(a1, b2, l3, is_async=True)
+            l3 = warpgroup_mma(a2, b1, l3, is_async=True)
+            l4 = warpgroup_mma(a2, b2, l4, use_acc=t > 0, is_async=True)
+            l3, l4 = warpgroup_mma_wait(3, deps=(l3, l4))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=t > 0)
+        l3, l4 = warpgroup_mma_wait(0, deps=(l3, l4))
+        low = low | ((l3 & 255) << 24)
+        top = l4 + (l3 >> 8)
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+
+
+@gluon.jit
+def specialised_kernel(
+    a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """As `matmul_kernels.gemm_kernel`: one output tile over one span of the contraction."""
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    splits = gl.cdiv(KP, span)
+    pid = gl.program_id(0)
+    tile = pid % tiles
+    split = pid // tiles % splits
+    batch = pid // tiles // splits
+    group = tile // (GROUP * tiles_n)
+    height = gl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    m0 = (group * GROUP + inside % height) * BM
+    n0 = inside // height * BN
+    k_start = split * span
+    steps = gl.cdiv(gl.minimum(span, KP - k_start), BK)
+
+    PLANES: gl.constexpr = D if JOINT else 1
+    sa = gl.allocate_shared_memory(gl.int8, [STAGES * PLANES, BM, BK], a.layout)
+    sb = gl.allocate_shared_memory(gl.int8, [STAGES * PLANES, BN, BK], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+
+    # Triton's int8 wgmma goes up to 224 columns: 128 is its widest power of two.
+    L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, min(BN, 128), 32]
+    )
+    start = batch.to(gl.int64)
+    ea_ptr += batch * a_batch
+    eb_ptr += batch * b_batch
+    out_ptr += start * out_b
+    total_ptr += start * out_b
+    bias_ptr += start * bias_b
+    a_row = batch * a_batch + m0
+    b_row = batch * b_batch + n0
+    gl.warp_specialize(
+        [
+            (
+                _multiply_joint if JOINT else _multiply_levels,
+                (
+                    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
+                    m0, n0, M, N, total_plane, out_m, out_n, bias_m, bias_n,
+                    D, BM, BN, STAGES, L, WORDS, HAS_BIAS,
+                ),
+            ),
+            (
+                _load_joint if JOINT else _load_levels,
+                (
+                    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
+                    D, BK, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def descriptor(digits: torch.Tensor, rows: int, padded: int, block: int, bk: int):
+    """TMA descriptor of digits [rows, padded] in blocks [block, bk]."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=bk, element_bitwidth=8, rank=2)
+    return TensorDescriptor(digits, [rows, padded], [padded, 1], [block, bk], layout)
+
+
+def run(grid: int, plan: launch.Plan, operands, arguments, **constants) -> None:
+    """Launch with `gemm_kernel`'s arguments; operands are (digits, rows, padded) pairs."""
+    a, b = (
+        descriptor(digits, rows, padded, block, plan.bk)
+        for (digits, rows, padded), block in zip(operands, (plan.bm, plan.bn), strict=True)
+    )
+    specialised_kernel[(grid,)](
+        a, b, *arguments, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group,
+        STAGES=plan.stages, WORDS=plan.words, JOINT=plan.joint, NUM_WARPS=WARPS,
+        num_warps=WARPS, **constants, **launch.STRICT,
+    )  # fmt: skip
