@@ -87,6 +87,8 @@ def _constant(node, module):
         return f"graph {graph_hash(value.graph)}"
     if type(value).__name__ == "FakeTensor" or not hasattr(value, "dtype"):
         return "constant"
+    from carbon_compile import host
     from carbon_compile.hashing import fingerprint
 
-    return f"constant {fingerprint(value)}"
+    with host.real_tensors():
+        return f"constant {fingerprint(value)}"

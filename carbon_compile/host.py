@@ -64,6 +64,13 @@ def retrace(function, fakes, decompositions):
         return make_fx(function, decomposition_table=decompositions, record_module_stack=False)(*fakes)
 
 
+def real_tensors():
+    """Tensors are computed, not faked, also while a compile's fake mode is active."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 # Inductor writes this string behind `-ffp-contract=`, and nothing else lets a flag through. It always
 # passes -fno-signed-zeros, which lets a C++ compiler drop `x + 0.0` and turn -0.0 into +0.0.
 STRICT_CPP = "off -fsigned-zeros"
