@@ -33,6 +33,7 @@ class Contender:
         torch.manual_seed(0)
         config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
         self.model = GPT2LMHeadModel(config).to(device).train()
+        self.model.loss_type = "ForCausalLM"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.device, self.autocast, self.times = device, autocast, []
         forward = lambda x: self.model(x, labels=x).loss  # noqa: E731
@@ -60,7 +61,7 @@ def wait(device):
         torch.cuda.synchronize()
 
 
-def run(names, device, batch, length, rounds, layers):
+def run(names, device, batch, length, rounds, layers, profiled=""):
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(0, 50257, (batch, length), generator=generator).to(device) for _ in range(rounds + 3)]
     contenders, rows = {}, []
@@ -78,6 +79,8 @@ def run(names, device, batch, length, rounds, layers):
         for contender in contenders.values():
             contender.loss = contender.timed(tokens)
     for name, contender in contenders.items():
+        if profiled and profiled in name:
+            print(name, profile(contender, data[0]), sep="\n")
         steady = contender.times[3:]
         rows.append(
             {
@@ -90,6 +93,14 @@ def run(names, device, batch, length, rounds, layers):
             }
         )
     return rows
+
+
+def profile(contender, tokens):
+    """Where one step spends its time on the GPU, as the profiler's table."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as trace:
+        contender.step(tokens)
+        wait(contender.device)
+    return trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70)
 
 
 def with_ratios(rows):
@@ -111,10 +122,11 @@ def main():
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--select", nargs="*", default=list(CONTENDERS))
+    parser.add_argument("--profile", default="", metavar="NAME", help="print where the contenders of this name spend a step")
     parser.add_argument("--json")
     options = parser.parse_args()
     names = [n for n in CONTENDERS if any(s in n for s in options.select)]
-    rows = with_ratios(run(names, options.device, options.batch, options.length, options.rounds, options.layers))
+    rows = with_ratios(run(names, options.device, options.batch, options.length, options.rounds, options.layers, options.profile))
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{card}, torch {torch.__version__}, batch {options.batch} x {options.length}, {options.layers} layers")
     print(tabulate(rows, headers="keys"))

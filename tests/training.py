@@ -5,12 +5,17 @@
 
 import argparse
 import json
+import math
 import os
 import pathlib
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from carbon_compile.backend import carbon
+from carbon_compile.lowering import philox
+from carbon_compile.lowering.engines import TorchEngine
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "training.json"
 STEPS = 5
@@ -22,19 +27,36 @@ TEXT = (
 )
 
 
+def uniform(shape, key):
+    """Values in [-1, 1) on a grid of 2^-23 from Philox words: PyTorch's own draws depend on the CPU's vectors."""
+    n = math.prod(shape)
+    word = philox.philox(TorchEngine, torch.tensor(key), torch.tensor(0), torch.arange(n))
+    return ((word >> 8).to(torch.float32) * 2.0**-23 - 1.0).reshape(shape)
+
+
+def initialise(model):
+    """Weights of two and more dimensions from `uniform`; norms and biases keep their constants."""
+    with torch.no_grad():
+        for key, p in enumerate(model.parameters()):
+            if p.dim() > 1:
+                p.copy_(uniform(p.shape, key) * 0.0625)
+            elif not bool((p == p.flatten()[0]).all()):
+                p.zero_()
+    return model
+
+
 def text_batches(steps, batch, length, seed=1):
     """Byte sequences of public-domain verse, [batch, length] int64, at seeded offsets."""
     data = torch.frombuffer(bytearray(TEXT.encode() * 8), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        starts = torch.randint(0, len(data) - length - 1, (batch,), generator=generator)
+    for step in range(steps):
+        starts = (uniform((batch,), 1000 * seed + step) * 8388608).long() % (len(data) - length - 1)
         yield torch.stack([data[s : s + length] for s in starts.tolist()])
 
 
 def image_batches(steps, batch, size, classes, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        yield torch.randn(batch, 3, size, size, generator=generator), torch.randint(0, classes, (batch,), generator=generator)
+    for step in range(steps):
+        labels = (uniform((batch,), 1000 * seed + 500 + step) * 8388608).long() % classes
+        yield uniform((batch, 3, size, size), 1000 * seed + step) * 2, labels
 
 
 class MLP(nn.Module):
@@ -72,8 +94,10 @@ class Recurrent(nn.Module):
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, use_cache=False, attn_implementation="sdpa")
-    return GPT2LMHeadModel(config)
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False, attn_implementation="sdpa")
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # unset, the library logs a warning, which breaks the graph
+    return model
 
 
 def llama():
@@ -122,14 +146,14 @@ CASES = {
 }
 
 
-def train(case, device, autocast=None, steps=STEPS, backend="carbon"):
+def train(case, device, autocast=None, steps=STEPS, backend=carbon):
     """Train a case and return {"weights", "optimizer", "loss"} as hashes (loss as hex)."""
     from carbon_compile import fingerprint
 
     torch.compiler.reset()
     build, loss_of, batches = CASES[case]
     torch.manual_seed(0)
-    model = build().to(device).train()
+    model = initialise(build()).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
     def forward(batch):
