@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from carbon_compile import environment
+from carbon_compile.codes import CODES
 from carbon_compile.diagnostics import Report
 from carbon_compile.render import relative
 from carbon_compile.runlog import LOG, Log
@@ -134,7 +135,8 @@ def _reasons(graphs, bypassed, findings):
     for bypass in bypassed:
         where = f" ({_place(bypass.file, bypass.line)})" if bypass.file else ""
         calls = "1 call" if bypass.calls == 1 else f"{bypass.calls} calls"
-        reasons.append(f"{bypass.code}: {calls} of {bypass.function}{where} ran outside carbon")
+        cause = "" if bypass.code == "CB613" else f", because of {bypass.code} {CODES[bypass.code].name}"
+        reasons.append(f"CB613: {calls} of {bypass.function}{where} ran outside carbon{cause}")
     if not graphs:
         reasons.append("CB607: carbon compiled no graph")
     elif not any(graph.calls for graph in graphs):

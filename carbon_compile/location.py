@@ -75,11 +75,14 @@ def user_frame(frames: Sequence[tuple[str, int, str]]):
 
 
 def clean_module_path(path: str) -> str:
-    """"layers.3.router" of Dynamo's "L['self'].layers.3.router"; "" for the outermost module."""
+    """"layers.3.router" of Dynamo's "L['self'].layers.3.router"; "" for the outermost module.
+
+    A module of torch.nn that is compiled itself, such as a Sequential, is called L['fn'] there.
+    """
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
     path = re.sub(r"@\d+", "", path).replace("_orig_mod.", "")
-    return "" if path == "self" else path.removeprefix("self.")
+    return re.sub(r"^(?:self|fn)(?:\.|$)", "", path)
 
 
 def _module_path(meta):

@@ -54,7 +54,7 @@ class GraphRecord:
 
 @dataclass
 class Bypass:
-    """Calls of a compiled function that ran outside carbon, with the code of the cause."""
+    """Calls of a compiled function that ran outside carbon (CB613), with the code of the cause."""
 
     function: str
     code: str = "CB613"

@@ -65,9 +65,9 @@ def test_bypassed_calls_break_it_and_are_counted():
     log.bypass("scale", "CB602", 11, "model.py", 9)
     log.bypass("scale", "CB602", 1, "model.py", 9)
     made = certificate(log=log)
-    assert made.reasons == ["CB602: 12 calls of scale (model.py:9) ran outside carbon"]
+    assert made.reasons == ["CB613: 12 calls of scale (model.py:9) ran outside carbon, because of CB602 recompile-limit"]
     assert made.data["bypassed"] == [{"calls": 12, "code": "CB602", "file": "model.py", "function": "scale", "line": 9}]
-    assert "12 outside carbon\n  because CB602" in str(made)
+    assert "12 outside carbon\n  because CB613" in str(made)
 
 
 def test_a_disabled_compiler_is_named(monkeypatch):

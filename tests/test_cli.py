@@ -258,7 +258,7 @@ def test_diff(run, folder):
     assert run("diff", "a.json", "a.json") == (0, "", "")
     code, out, err = run("diff", "a.json", "b.json")
     assert (code, err) == (1, "")
-    assert out == "promise: held -> broken\n+ CB602: 3 calls of f ran outside carbon\n"
+    assert out == "promise: held -> broken\n+ CB613: 3 calls of f ran outside carbon, because of CB602 recompile-limit\n"
 
 
 def test_env(run):

@@ -1,3 +1,4 @@
+import functools
 import os
 import pathlib
 import pickle
@@ -12,6 +13,7 @@ import torch
 import carbon_compile
 from carbon_compile.codes import CODES, FIX, LOST, WHY, find_code, find_codes, page
 from carbon_compile.diagnostics import Diagnostic, Policy, Refused, Report, locate
+from carbon_compile.graph_lint import lint
 from carbon_compile.location import clean_module_path, operator_name, stack_frames, user_frame
 
 EXAMPLES = [(code, i, example) for code in CODES for i, example in enumerate(page(code).examples())]
@@ -73,11 +75,6 @@ def test_graph_examples_run_in_eager(code, i, example):
 
 @pytest.mark.parametrize("code,i,example", GRAPH_EXAMPLES, ids=ids(GRAPH_EXAMPLES))
 def test_graph_examples_are_judged(code, i, example):
-    backend = pytest.importorskip("carbon_compile.backend")
-    if not hasattr(backend, "analyze"):
-        pytest.skip("the pipeline can't judge without running yet")
-    from carbon_compile.graph_lint import lint
-
     made = {}
     exec(compile(example.source, f"{code}.md", "exec"), made)
     report = lint(made.get("fn") or made["model"], *made["args"])
@@ -100,17 +97,26 @@ def with_entry_point(tmp_path_factory):
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"}
 
 
+@pytest.fixture(scope="module")
+def run_script(with_entry_point, tmp_path_factory):
+    """Exit code and output of a script; several pages share one that passes, which runs once."""
+
+    @functools.cache
+    def run(source):
+        folder = tmp_path_factory.mktemp("script")
+        (folder / "example.py").write_text(source)
+        command = [sys.executable, "example.py"]
+        done = subprocess.run(command, env=with_entry_point, cwd=folder, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
 @pytest.mark.parametrize("code,i,example", RUN_EXAMPLES, ids=ids(RUN_EXAMPLES))
-def test_run_examples_name_their_code(code, i, example, with_entry_point, tmp_path):
-    if not hasattr(pytest.importorskip("carbon_compile.backend"), "analyze"):
-        pytest.skip("the pipeline doesn't look at the environment yet")
-    (tmp_path / "example.py").write_text(example.source)
-    done = subprocess.run(
-        [sys.executable, "example.py"], env=with_entry_point, cwd=tmp_path, capture_output=True, text=True
-    )
-    shown = done.stdout + done.stderr
+def test_run_examples_name_their_code(code, i, example, run_script):
+    returned, shown = run_script(example.source)
     assert (code in shown) == example.fails, shown
-    assert example.fails or done.returncode == 0 and "promise broken" not in shown, shown
+    assert example.fails or returned == 0 and "promise broken" not in shown, shown
 
 
 @pytest.mark.parametrize("code,i,example", EXAMPLES, ids=ids(EXAMPLES))
@@ -280,6 +286,9 @@ def test_stack_frames_skip_markers_and_torch():
         ("L['self']._modules['layers']._modules['3']", "layers.3"),
         ("L['model'].layers.0", "model.layers.0"),
         ("L['self']._orig_mod.head", "head"),
+        ("L['fn'].0", "0"),
+        ("L['fn']", ""),
+        ("L['selfie'].0", "selfie.0"),
         ("L['self'].block@1.norm", "block.norm"),
     ],
 )
