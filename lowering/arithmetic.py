@@ -1,7 +1,6 @@
 """ATen's arithmetic, comparisons, selects and conversions (contract section 1)."""
 
 import math
-import struct
 
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
@@ -185,51 +184,36 @@ def masked_fill(x, mask, value):
     return torch.ops.carbon.select(mask, value, x, dtype=x.dtype)
 
 
-def narrow(value, dtype):
-    """A Python scalar rounded to binary32 and then to `dtype`, as a Python number.
-
-    Inside a fused kernel a bfloat16 constant lives in a binary32 register, so it must already be one.
-    """
-    if dtype not in (torch.bfloat16, torch.float16) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return value
-    bits = struct.unpack("<I", struct.pack("<f", value if abs(value) < P.FLOAT32_MAX else math.copysign(math.inf, value)))[0]
-    if dtype is torch.bfloat16:
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return struct.unpack("<f", struct.pack("<I", bits))[0]
-    value = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return struct.unpack("<e", struct.pack("<e", value))[0] if abs(value) < 65520.0 else math.copysign(math.inf, value)
-
-
 @rule("aten.full.default", section="1", integers="rule", moves=True)
 def full(size, value, *, dtype=None, **options):
     if dtype is None:
         dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.get_default_dtype()
         return torch.ops.aten.full.default(size, value, dtype=dtype, **options)
-    rounded = narrow(value, dtype)
+    rounded = P.rounded(value, dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.full.default(size, rounded, dtype=dtype, **options)
 
 
 @rule("aten.full_like.default", section="1", integers="rule", moves=True)
 def full_like(x, value, *, dtype=None, **options):
-    rounded = narrow(value, dtype or x.dtype)
+    rounded = P.rounded(value, dtype or x.dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.full_like.default(x, rounded, dtype=dtype, **options)
 
 
 @rule("aten.new_full.default", section="1", integers="rule", moves=True)
 def new_full(x, size, value, *, dtype=None, **options):
-    rounded = narrow(value, dtype or x.dtype)
+    rounded = P.rounded(value, dtype or x.dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.new_full.default(x, size, rounded, dtype=dtype, **options)
 
 
 @rule("aten.scalar_tensor.default", section="1", integers="rule", moves=True)
 def scalar_tensor(value, *, dtype=None, **options):
-    rounded = narrow(value, dtype)
+    rounded = P.rounded(value, dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.scalar_tensor.default(rounded, dtype=dtype, **options)
 
 
 @rule("aten.fill.Scalar", section="1", moves=True)
 def fill(x, value):
-    rounded = narrow(value, x.dtype)
+    rounded = P.rounded(value, x.dtype)
     return NotImplemented if rounded == value or value != value else torch.ops.aten.fill.Scalar(x, rounded)
 
 

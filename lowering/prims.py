@@ -6,6 +6,7 @@ tensors, so a pinned formula is written once for eager execution and for the gra
 """
 
 import math
+import struct
 
 import torch
 
@@ -20,12 +21,27 @@ def wide(*tensors):
     return torch.float64 if any(isinstance(t, torch.Tensor) and t.dtype is torch.float64 for t in tensors) else torch.float32
 
 
+def rounded(value, dtype):
+    """A Python scalar rounded to binary32 and then to the floating `dtype`, as a Python number.
+
+    Inductor writes the constants of a kernel down as they come, and folds their conversions: a
+    constant meant for binary32 or bfloat16 must already be one.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return value
+    bits = struct.unpack("<I", struct.pack("<f", value if math.fabs(value) < FLOAT32_MAX else math.copysign(math.inf, value)))[0]
+    if dtype is torch.bfloat16:
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    value = struct.unpack("<f", struct.pack("<I", bits))[0]
+    if dtype is torch.float16:
+        return struct.unpack("<e", struct.pack("<e", value))[0] if math.fabs(value) < 65520.0 else math.copysign(math.inf, value)
+    return value
+
+
 def scalar(value, like, dtype=None):
     """A Python number as a 0-d tensor on the device of `like`, rounded once."""
     dtype = dtype or wide(like)
-    if dtype is torch.float32 and isinstance(value, (int, float)) and math.fabs(value) >= FLOAT32_MAX:
-        value = math.copysign(math.inf, value)
-    return torch.full((), value, dtype=dtype, device=like.device)
+    return torch.full((), rounded(value, dtype), dtype=dtype, device=like.device)
 
 
 def apply(name, *args, dtype=None):

@@ -138,15 +138,17 @@ def pdist(x, p=2.0):
     return torch.linalg.vector_norm(x[i] - x[j], p, -1)
 
 
-@rule("aten.renorm.default", section="3")
-def renorm(x, order, dim, limit):
-    """Slices whose norm exceeds `limit` are multiplied by limit / (norm + 1e-7)."""
+# Above autograd, because PyTorch's derivative accumulates in another type on CPU than on CUDA.
+@composite(torch.renorm, torch.Tensor.renorm, section="3")
+def renorm(x, p, dim, maxnorm):
+    """Slices whose norm exceeds `maxnorm` are multiplied by maxnorm / (norm + 1e-7)."""
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    size = vector_norm(P.f32(x), order, others, True)
-    factor = P.div(limit, P.add(size, 1e-7))
-    one = P.scalar(1.0, x, torch.float32)
-    factor = torch.ops.carbon.select(P.gt(size, limit, dtype=torch.bool), factor, one, dtype=torch.float32)
-    return P.mul(x, factor, dtype=x.dtype)
+    size = torch.linalg.vector_norm(x, p, others, True, dtype=P.wide(x))
+    factor = torch.where(size > maxnorm, maxnorm / (size + 1e-7), 1.0)
+    return (x * factor).to(x.dtype)
+
+
+rule("aten.renorm.default", section="3")(renorm)
 
 
 # --- extremes -----------------------------------------------------------------------------------------
