@@ -197,7 +197,7 @@ def run_explain(arguments) -> int:
 
 def _add_coverage(sub):
     sub.add_argument("--format", choices=("text", "markdown", "json"), default="text")
-    sub.add_argument("--verdict", choices=("keep", "expand", "template", "refuse"), help="only operators with this verdict")
+    sub.add_argument("--verdict", choices=("keep", "expand", "template", "decomposed", "refuse"), help="only operators with this verdict")
     sub.add_argument("--output", metavar="FILE", help="write the table there and nothing to standard output")
 
 
@@ -239,6 +239,7 @@ def _add_demo(sub):
     sub.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps")
     sub.add_argument("--json", action="store_true", help="print the result as JSON")
     sub.add_argument("--certificate", metavar="FILE", help="write the certificate there")
+    sub.add_argument("--backend", default="carbon", help=argparse.SUPPRESS)
 
 
 def _positive(text):

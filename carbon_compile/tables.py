@@ -32,8 +32,9 @@ def coverage(rows: list[dict], fmt: str = "text") -> str:
 def verdict_counts(rows: list[dict]) -> str:
     """"312 operators: 120 keep, 150 expand, 12 template, 30 refuse"."""
     counts = Counter(row["verdict"] for row in rows)
-    order = [verdict for verdict in ("keep", "expand", "template", "allowed", "refuse") if counts[verdict]]
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in order)
+    order = ("keep", "expand", "template", "decomposed", "allowed", "refuse")
+    rest = sorted(counts.keys() - set(order))
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (*order, *rest) if counts[verdict])
     return f"{_count(len(rows), 'operator')}: {told}"
 
 
