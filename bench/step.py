@@ -18,9 +18,11 @@ CONTENDERS = {
     "eager float32": (None, False),
     "inductor float32": ("inductor", False),
     "carbon float32": ("carbon", False),
+    "carbon+graphs float32": ("carbon+graphs", False),
     "eager bfloat16": (None, True),
     "inductor bfloat16": ("inductor", True),
     "carbon bfloat16": ("carbon", True),
+    "carbon+graphs bfloat16": ("carbon+graphs", True),
 }
 
 
@@ -37,7 +39,9 @@ class Contender:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.device, self.autocast, self.times = device, autocast, []
         forward = lambda x: self.model(x, labels=x).loss  # noqa: E731
-        self.forward = forward if backend is None else torch.compile(forward, backend=backend)
+        name, _, graphs = (backend or "").partition("+")
+        options = {"inductor": {"triton.cudagraphs": True}} if graphs else {}
+        self.forward = forward if backend is None else torch.compile(forward, backend=name, options=options)
 
     def step(self, tokens):
         with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
