@@ -1,0 +1,182 @@
+"""Reductions and softmax: exact, order-free, and the same compiled as defined."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from carbon_compile.backend import carbon
+from carbon_compile.bits import assert_bitwise
+from carbon_compile.diagnostics import Refused
+from carbon_compile.lowering import prims as P
+from carbon_compile.lowering import reduction as R
+from carbon_compile.lowering import registry
+
+from .definition import check_accuracy, check_compiled, compiled, defined
+
+registry.load()
+NORMS = (0, 1, 2, 3, 0.5, math.inf, -math.inf)
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 1e15, -1e15, 1.0, -1.0]
+
+
+def differentiable(x):
+    """Every differentiable reduction, over several dims."""
+    y = [x.sum(), x.sum((0, 2), keepdim=True), x.mean((1, 2)), x.nansum(0)]
+    y += [x.var(), x.std((0, 1), keepdim=True), *torch.var_mean(x, 2, correction=0), *torch.std_mean(x, (0, 2), correction=2)]
+    y += [torch.linalg.vector_norm(x, p, 1) for p in NORMS if p] + [F.normalize(x, dim=1), torch.dist(x, x.flip(0))]
+    y += [x.amax(1), x.amin((0, 1)), x.max(), x.max(1).values, x.min(2, keepdim=True).values]
+    y += [x.logsumexp((0, 2), keepdim=True), torch.cdist(x, x.flip(1)), torch.renorm(x, 2, 0, 1.0)]
+    y += [F.softmax(x, 1), F.log_softmax(x, -1), F.softmax(x, 1, dtype=torch.float32)]
+    return tuple(y)
+
+
+def rounded_once(x):
+    """Reductions whose result is narrower than the sums within."""
+    y = [x.sum(1), x.mean((1, 2)), *torch.var_mean(x, 2), x.norm(dim=1), x.amax(1), x.logsumexp(0), F.softmax(x, 1), F.log_softmax(x, -1)]
+    return (*y, F.softmax(x, 1, dtype=torch.float32))
+
+
+def selective(x):
+    """Reductions to indices, flags and counts."""
+    y = [x.argmax(), x.argmin(), x.argmax(1), x.argmin(2, keepdim=True), x.max(1).indices, x.min(0, keepdim=True).indices]
+    y += [x.any(), x.any(1), x.any((0, 2)), x.all(), x.all(2, keepdim=True), x.all((0, 1)), torch.count_nonzero(x), torch.count_nonzero(x, (0, 1))]
+    return tuple(y)
+
+
+def narrow_types(x):
+    return x.sum(dtype=torch.float32), x.mean(1, dtype=torch.float32), x.long().sum(1), x.long().float().mean(), (x > 0).sum(0), (x > 0).sum(dtype=torch.float32), x.sum(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "function, dtype, tolerance",
+    [(differentiable, torch.float32, 2e-6), (rounded_once, torch.bfloat16, 2e-2), (rounded_once, torch.float16, 3e-3)],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_compiled_is_the_definition(function, dtype, tolerance):
+    x = torch.randn(5, 7, 6).to(dtype).requires_grad_()
+    check_accuracy(function, [x], check_compiled(function, [x]), tolerance)
+
+
+def test_choices_and_types_are_pytorchs():
+    x = torch.randn(5, 7, 6)
+    x[x.abs() < 0.3] = 0.0
+    for function in (selective, narrow_types):
+        outputs, _ = check_compiled(function, [x])
+        for a, b in zip(outputs, function(x), strict=True):
+            assert a.dtype is b.dtype
+            torch.testing.assert_close(a, b)
+
+
+def special_values(x):
+    y = [x.sum(1), x.mean(1), x.var(1), x.amax(1), x.amin(1), *x.max(1), *x.min(1), x.argmax(1), x.argmin(1)]
+    y += [torch.linalg.vector_norm(x, p, 1) for p in (1, math.inf, -math.inf)] + [x.any(1), x.all(1), torch.count_nonzero(x, 1)]
+    y += [x.logsumexp(1), F.softmax(x, 1), F.log_softmax(x, 1), torch.ops.aten._safe_softmax(x, 1)]
+    return tuple(y)
+
+
+def test_special_values_are_pytorchs():
+    rows = torch.tensor([list(pair) for pair in itertools.product(SPECIAL, SPECIAL)])
+    outputs, _ = check_compiled(special_values, [rows])
+    check_accuracy(special_values, [rows], (outputs, []), 1e-6)
+
+
+SUMS = [
+    P.sum, P.mean, R.var, R.std, R.logsumexp, lambda x, d: R.vector_norm(x, 2, d), lambda x, d: R.vector_norm(x, 1, d), lambda x, d: R.vector_norm(x, 3, d),
+    lambda x, d: torch.cat(R.var_mean(x, d, correction=0)), P.amax, P.amin,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-44], ids=["one", "huge", "subnormal"])
+def test_order_does_not_matter(scale):
+    x = torch.randn(8, 1000) * torch.exp(4 * torch.randn(8, 1000)) * scale
+    order = torch.randperm(1000)
+    for function in SUMS:
+        dims = [1]
+        assert_bitwise(function(x, dims), function(x[:, order], dims))
+        assert_bitwise(function(x, dims), function(x.reshape(8, 50, 20).transpose(1, 2), [1, 2]).reshape(function(x, dims).shape))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 100, 4097])
+def test_sum_is_the_exact_sum_rounded_once(n):
+    """Exact on the grid of contract section 3: terms are rounded 38 bits below the largest."""
+    x = torch.randn(n) * torch.exp(torch.randn(n))
+    unit = Fraction(2) ** (math.frexp(x.abs().max().item())[1] - 38)
+    total = sum(round(Fraction(v) / unit) for v in x.tolist()) * unit
+    assert Fraction(P.sum(x).item()) == Fraction(torch.tensor(float(total), dtype=torch.float64).float().item())
+
+
+def test_two_words_are_one_word(monkeypatch):
+    x = torch.randn(300) * torch.exp(3 * torch.randn(300))
+    p = torch.rand(300)
+    special = torch.tensor([[1.0, math.inf], [math.inf, -math.inf], [-math.inf, 2.0], [math.nan, math.inf]])
+    one = P.sum(x), P.unit_sum(p, [0]), P.sum(special, [1])
+    monkeypatch.setattr(P, "SINGLE_WORD", 2)
+    assert_bitwise((P.sum(x), P.unit_sum(p, [0]), P.sum(special, [1])), one)
+
+
+def test_ties_go_to_the_lowest_index():
+    x = torch.tensor([[1.0, 3.0, 3.0, -0.0], [0.0, -0.0, 0.0, -1.0], [math.nan, 5.0, math.nan, 1.0], [-0.0, 0.0, -0.0, 0.0]])
+    i = torch.tensor([[2, 7, 7, 2], [5, 5, 5, 5]])
+
+    def choose(x, i):
+        return x.argmax(1), x.argmin(1), x.max(1).indices, x.min(1).indices, x.max(1).values, x.argmax(), i.argmax(1), i.argmin(1), *i.max(1), *i.min(1)
+
+    (arg_max, arg_min, max_at, min_at, values, first, *integers), _ = check_compiled(choose, [x, i])
+    assert arg_max.tolist() == max_at.tolist() == [1, 0, 0, 0]
+    assert arg_min.tolist() == min_at.tolist() == [3, 3, 0, 0]
+    assert values[3].item() == 0.0 and math.copysign(1.0, values[3].item()) == 1.0
+    assert first.item() == 8
+    assert [t.tolist() for t in integers] == [[1, 0], [0, 0], [7, 5], [1, 0], [2, 5], [0, 0]]
+
+
+def empty_and_scalar(x, e):
+    y = [x.sum(), x.mean(), x.amax(), x.max(), x.argmax(), x.logsumexp(0), F.softmax(x, 0), F.log_softmax(x, 0), x.norm(), x.any(), x.var(correction=0)]
+    y += [e.sum(), e.sum(1), e.sum(0, keepdim=True), e.mean(), e.mean(1), e.nansum(), e.var(1), e.logsumexp(1), e.norm(), e.any(1), e.all(), F.softmax(e, 1)]
+    y += [torch.count_nonzero(e), F.log_softmax(e, 0), e.amax(0), e.argmax(0)]
+    return tuple(y)
+
+
+def test_empty_and_zero_dimensional():
+    inputs = [torch.randn(()), torch.randn(4, 0)]
+    check_accuracy(empty_and_scalar, inputs, check_compiled(empty_and_scalar, inputs), 1e-6)
+
+
+def rows(x):
+    return F.softmax(x, -1), F.log_softmax(x, -1), x.sum(-1), x.mean(-1), x.var(-1), x.norm(dim=-1), x.amax(-1), x.argmax(-1), x.logsumexp(-1)
+
+
+def test_rows_do_not_depend_on_the_batch():
+    x = torch.randn(255, 97, requires_grad=True)
+    function = torch.compile(rows, backend=carbon, fullgraph=True, dynamic=True)
+    whole = function(x)
+    whole_gradient = torch.autograd.grad(sum(y.float().sum() for y in whole[:2]), x)[0]
+    for size in (1, 2, 7, 64):
+        part = x[:size].detach().requires_grad_()
+        result = function(part)
+        assert_bitwise(list(result), [y[:size] for y in whole], f"batch {size}")
+        gradient = torch.autograd.grad(sum(y.float().sum() for y in result[:2]), part)[0]
+        assert_bitwise(gradient, whole_gradient[:size], f"gradient at batch {size}")
+    assert_bitwise(list(whole), defined(rows, [x])[0])
+
+
+@pytest.mark.parametrize(
+    "code, function",
+    [
+        ("CB202", lambda x: x.sum()), ("CB202", lambda x: x.norm()), ("CB202", lambda x: x.var(0)),
+        ("CB202", lambda x: x.mean(dtype=torch.float64)), ("CB203", lambda x: x.logsumexp(0)), ("CB203", lambda x: F.softmax(x, 0)),
+    ],
+)  # fmt: skip
+def test_float64_is_refused(code, function):
+    with pytest.raises(Refused) as refused:
+        compiled(function, [torch.randn(4, 3, dtype=torch.float64)])
+    assert refused.value.report.diagnostics[0].code == code
+
+
+def test_float64_extremes_are_exact():
+    x = torch.randn(4, 5, dtype=torch.float64)
+    choose = lambda x: (x.amax(1), x.amin(1), x.argmax(1), x.argmin(1), *x.max(1), x.any(1))  # noqa: E731
+    for a, b in zip(check_compiled(choose, [x])[0], choose(x), strict=True):
+        assert_bitwise(a, b)
