@@ -108,13 +108,17 @@ def exp(o, x):
 _EXP2 = (0.69314724, 0.24022655, 0.055502728, 0.009617065, 0.0013417645, 0.00015823911)
 
 
-def exp2(o, x):
-    """2^x."""
-    x = o.where(x > 129.0, 129.0, x)
+def _exp2_below(o, x):
+    """exp2 for x <= 129. -151 already rounds to zero."""
     x = o.where(x < -151.0, -151.0, x)
     t = x + _SHIFT
     r = x - (t - _SHIFT)
     return _scale(o, r * _horner(r, _EXP2) + 1.0, t)
+
+
+def exp2(o, x):
+    """2^x."""
+    return _exp2_below(o, o.where(x > 129.0, 129.0, x))
 
 
 def expm1(o, x):
@@ -164,19 +168,28 @@ def tanh(o, x):
     return _with_sign(o, o.where(u < 1.0, half - half * y, y), x)
 
 
-# (log(1 + z) - z) / z^2 on [0, 1], 2^-27.1 relative to log(1 + z).
+# (log(1 + v) - v) / v^2 on [-1/4, 1/2], 2^-27.5 relative to log(1 + z) of `_log1p_terms`.
 _LOG1P_UNIT = (
-    -0.4999993, 0.3333048, -0.24958292, 0.1969401, -0.1535166,
-    0.1067459, -0.057608426, 0.020176033, -0.0033123773,
+    -0.5000001, 0.3333359, -0.2500001, 0.19985168, -0.16631363,
+    0.14512594, -0.13387612, 0.108356856, -0.047143467,
 )  # fmt: skip
+
+
+def _log1p_terms(o, z):
+    """c, v and w of about v^2 with log(1 + z) = c + (v + w), for z in [0, 1].
+
+    Above 1/2 that is log 2 + log(1 + v) with v = (z - 1) / 2, which is exact and small.
+    """
+    upper = z > 0.5
+    v = o.where(upper, z * 0.5 - 0.5, z)
+    return upper, o.where(upper, _LN2, z * 0.0), v, v * v * _horner(v, _LOG1P_UNIT)
 
 
 def softplus(o, x, beta, threshold):
     """log(1 + e^(beta x)) / beta, and x itself where beta x > threshold."""
     y = x * beta
-    z = _exp_of_minus_abs(o, y)
-    log1p_z = z + z * z * _horner(z, _LOG1P_UNIT)
-    return o.where(y > threshold, x, (o.where(y > 0.0, y, 0.0) + log1p_z) / beta)
+    _, c, v, w = _log1p_terms(o, _exp_of_minus_abs(o, y))
+    return o.where(y > threshold, x, (o.where(y > 0.0, y, 0.0) + (c + (v + w))) / beta)
 
 
 def softplus_grad(o, x, beta, threshold):
@@ -186,14 +199,14 @@ def softplus_grad(o, x, beta, threshold):
 
 
 def log_sigmoid(o, x):
-    """log sigmoid(x) = min(x, 0) - log(1 + e^-|x|). What 1 + q rounds away joins with the small terms."""
+    """log sigmoid(x) = min(x, 0) - log(1 + e^-|x|). What e^-|x| rounds away counts while it is small."""
     a = o.where(x > 0.0, x * -1.0, x)
     t, r = _reduce(o, o.where(a < -104.0, -104.0, a))
     q = _expm1_poly(r)
     p = q + 1.0
-    z = _scale(o, p, t)
-    rest = z * z * _horner(z, _LOG1P_UNIT) + _scale(o, q - (p - 1.0), t)
-    return (o.where(x > 0.0, 0.0, x) - rest) - z
+    upper, c, v, w = _log1p_terms(o, _scale(o, p, t))
+    w = o.where(upper, w, w + _scale(o, q - (p - 1.0), t))
+    return o.where(x > 0.0, 0.0, x) - (c + (v + w))
 
 
 def _mish_terms(o, x):
@@ -213,7 +226,7 @@ def mish(o, x):
     low, high = x < -0.875, x > 0.5
     top = o.where(low, n, o.where(high, b * -2.0, n * 0.5 - b))
     start = o.where(low, x * 0.0, o.where(high, x, x * 0.5))
-    return start + (x * top) / (n + (b + b))
+    return o.where(x > 20.0, x, start + (x * top) / (n + (b + b)))
 
 
 def mish_grad(o, x):
@@ -277,22 +290,29 @@ _GELU_GRAD_LARGE = (-0.9512623, -1.6056209, -0.45638055, -0.01347563, 0.00301517
 
 
 def gelu_grad(o, x):
-    """d gelu / dx = Phi(x) + x phi(x); 0 below -5.625, 1 above 5.625."""
+    """d gelu / dx = Phi(x) + x phi(x); 0 below -6, 1 above 6."""
     a = o.abs(x)
     small = x * _horner(x * x, _GELU_GRAD_SMALL) + 0.5
     tail = _twice_phi_of_minus(o, a) * _horner(a - _PHI_CENTRE, _GELU_GRAD_LARGE)
-    tail = o.where(a > 5.625, 0.0, tail)
+    tail = o.where(a > 6.0, 0.0, tail)
     large = o.where(x < 0.0, tail, 1.0 - tail)
     return o.where(a < 1.4, small, large)
 
 
-_TANH_GELU = 1.5957691216057308  # 2 sqrt(2 / pi)
-_TANH_GELU_CUBE = 0.07135481627260025  # 0.044715 times it
+# sqrt(8 / pi) log2(e) and 0.044715 times it: sigmoid(2 u) is 1 / (1 + 2^-y) with y = x (A + B x^2).
+_TANH_GELU = 2.302208198144325
+_TANH_GELU_CUBE = 0.1029432395800235
+
+
+def _exp2_of_minus_tanh_gelu(o, x):
+    """z = 2^-|y|. 2 x is exact, so only the rest of A x rounds."""
+    y = x * 2.0 + x * (x * x * _TANH_GELU_CUBE + (_TANH_GELU - 2.0))
+    return _exp2_below(o, o.where(y > 0.0, y * -1.0, y))
 
 
 def gelu_tanh(o, x):
     """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    z = _exp_of_minus_abs(o, x * (x * x * _TANH_GELU_CUBE + _TANH_GELU))
+    z = _exp2_of_minus_tanh_gelu(o, x)
     return o.where(x < 0.0, x * z, x) / (z + 1.0)
 
 
@@ -300,10 +320,9 @@ def gelu_tanh_grad(o, x):
     """s + x s (1 - s) (2 u)', s = sigmoid(2 u); x is clamped where the second term has vanished."""
     c = o.where(x > 16.0, 16.0, x)
     c = o.where(c < -16.0, -16.0, c)
-    square = c * c
-    z = _exp_of_minus_abs(o, c * (square * _TANH_GELU_CUBE + _TANH_GELU))
+    z = _exp2_of_minus_tanh_gelu(o, c)
     r = 1.0 / (z + 1.0)
-    slope = c * (square * (3.0 * _TANH_GELU_CUBE) + _TANH_GELU)
+    slope = c * (c * c * (3.0 * _LN2 * _TANH_GELU_CUBE) + _LN2 * _TANH_GELU)
     return o.where(x < 0.0, z, 1.0) * r + slope * (z * (r * r))
 
 
@@ -399,15 +418,16 @@ _SHIFT64_BITS = 0x4338000000000000
 _SQRT_HALF_BITS64 = 0x3FE6A09E667F3BCD
 _LN2_HIGH64 = 0.6931471804855391  # 33 bits
 _LN2_LOW64 = 7.440617110012397e-11
-# (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2, 2^-45.8; 2^r on |r| <= 1/2, 2^-43.6.
+# (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2 and 2^r on |r| <= 1/2, both 2^-51.6.
 _EXP64 = (
-    0.4999999999966194, 0.16666666667269442, 0.0416666669638188, 0.008333333093830258,
-    0.0013888810867276119, 0.0001984154003104484, 2.4880951480341675e-05, 2.749295883394617e-06,
+    0.49999999999998324, 0.16666666666611513, 0.04166666666813755, 0.008333333370892015,
+    0.0013888888516028284, 0.00019841185202947124, 2.4801931832745543e-05, 2.7635006136981935e-06,
+    2.747678830414773e-07,
 )  # fmt: skip
 _EXP2_64 = (
-    1.0, 0.6931471805585506, 0.2402265069581371, 0.055504108739710956, 0.00961812915917354,
-    0.00133335473316642, 0.00015403456035158647, 1.5258492927759085e-05, 1.3255183173095381e-06,
-    9.168148473988633e-08,
+    1.0, 0.6931471805599516, 0.24022650695910472, 0.05550410866434659, 0.009618129107380595,
+    0.001333355824648036, 0.00015403530800935412, 1.5252647747784923e-05, 1.3215235585745908e-06,
+    1.0210506461331533e-07, 7.111766037951877e-09,
 )  # fmt: skip
 # 2 atanh(s) / s in s^2 for s = (m - 1) / (m + 1), m in [sqrt(1/2), sqrt(2)], 2^-52.2.
 _LOG64 = (
@@ -455,8 +475,12 @@ def _log64(o, x):
 
 
 def _log1p64(o, z):
-    """log(1 + z) where 1 + z loses nothing that matters, and z - z^2/2 where z is too small for that."""
-    return o.where(o.abs(z) < 2.0**-18, z - z * z * 0.5, _log64(o, z + 1.0))
+    """log(1 + z): the logarithm of the rounded sum, and what rounding lost over the sum."""
+    u = z + 1.0
+    lost = z - (u - 1.0)
+    # Nothing is lost at -1 and at infinity, where the quotient or the difference is NaN.
+    y = _log64(o, u) + o.where(o.abs(lost) > 0.0, lost / u, 0.0)
+    return o.where(z == 0.0, z, y)
 
 
 def _sqrt64(o, x):
