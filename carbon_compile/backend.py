@@ -16,7 +16,7 @@ from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import Diagnostic, Policy, Refused, Report
 from .judge import Judge, Record, composite_findings, uninitialised_reads
-from .lowering import composites, pointwise, registry
+from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
 from .rewrite import ambient_policy, replace_graph, rewrite_dynamo, rewrite_joint
@@ -163,3 +163,7 @@ def inductor_config():
             "joint_graph_constant_folding": False,
         }
     )
+
+
+# Dynamo traces a step before it calls the backend, so this can't wait for the first call.
+optimizer.install(host.tracing_for(carbon))

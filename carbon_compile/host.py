@@ -189,3 +189,19 @@ def compiled_function():
     import os
 
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def tracing_for(backend):
+    """A question for code that Dynamo traces: is it traced for `backend`? Dynamo asks once and keeps the
+    answer as a constant, which is sound because compiled code belongs to one backend."""
+
+    def tracing():
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        seen = InstructionTranslator.current_tx().output.compiler_fn
+        while seen is not None and seen is not backend:
+            seen = getattr(seen, "_torchdynamo_orig_backend", None) or getattr(seen, "compiler_fn", None)
+        return seen is backend
+
+    tracing._dynamo_marked_constant = True
+    return tracing

@@ -6,6 +6,8 @@ other pointwise operation. Floating inputs are widened exactly to binary32 (bina
 is), integers are rounded once to it, and the result is rounded once to `dtype`.
 """
 
+from string import ascii_lowercase
+
 import torch
 
 from .engines import InductorEngine, TorchEngine, Value, round_to
@@ -16,7 +18,7 @@ PROGRAMS = {}
 
 def register(name, program, inputs, section, widen=True):
     """Define `carbon::<name>` from `program(o, *inputs)`. `widen=False` hands inputs over as they are."""
-    arguments = ", ".join(f"Tensor {c}" for c in "abcdef"[:inputs])
+    arguments = ", ".join(f"Tensor {c}" for c in ascii_lowercase[:inputs])
     LIBRARY.define(f"{name}({arguments}, *, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise, torch.Tag.pt2_compliant_tag))
     PROGRAMS[name] = (program, inputs, section)
 
@@ -40,6 +42,20 @@ def register(name, program, inputs, section, widen=True):
 
 
 _LOWERINGS = {}
+
+
+def stored(op):
+    """Let Inductor write the result of `op` to memory instead of computing it anew in every kernel that
+    reads it: for long programs over few elements."""
+    fused = _LOWERINGS[op]
+
+    def lowered(*tensors, dtype):
+        result = fused(*tensors, dtype=dtype)
+        result.realize()
+        return result
+
+    _LOWERINGS[op] = lowered
+    return op
 
 
 def install_lowerings():
