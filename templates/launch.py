@@ -8,6 +8,7 @@ small cost model, and `override` is the seam for an autotuner's verdicts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -157,6 +158,15 @@ def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[
 
 
 _overrides: dict[tuple, Plan] = {}
+prepared: dict[tuple, Callable] = {}  # products ready to replay, by signature
+_PREPARED = 4096
+
+
+def keep(signature: tuple, product: Callable) -> None:
+    """Remember a prepared product; with very many signatures, start anew."""
+    if len(prepared) >= _PREPARED:
+        prepared.clear()
+    prepared[signature] = product
 
 
 def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None) -> None:
@@ -166,6 +176,7 @@ def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None)
     if plan is not None:
         _overrides[key] = plan
     gemm_plan.cache_clear()
+    prepared.clear()
 
 
 @functools.lru_cache(4096)

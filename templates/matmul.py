@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from carbon_compile.templates import launch
 from carbon_compile.templates import quantize as twin
 from carbon_compile.templates.quantize import DIGITS, POISON, powers_of_two
 
@@ -51,10 +52,7 @@ def exact_mm(
 
     Raises TypeError for other operand types and ValueError for shapes that do not match.
     """
-    _check(a, b, 2, window)
-    if balance not in BALANCES:
-        raise ValueError(f"balance must be one of {BALANCES}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine)
 
 
 def exact_bmm(
@@ -73,19 +71,43 @@ def exact_bmm(
     "keys" (contract section 5): b is quantised by its rows k, whose exponents are folded into a, so
     that row i of the result depends on no b[k] with a[i, k] = 0; K = 1 is no exception to it.
     """
-    _check(a, b, 3, window)
-    if balance not in BATCHED_BALANCES:
-        raise ValueError(f"balance must be one of {BATCHED_BALANCES}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
 
 
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
     """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}."""
-    from carbon_compile.templates import launch
-
     if device is None or torch.device(device).type != "cuda":
         return {"engine": "float64 BLAS", "tile": None, "split_k": 1, "warps": None, "stages": None}
     return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device)).describe()
+
+
+def _product(a, b, dim, balances, window, balance, bias, out_dtype, engine) -> Tensor:
+    signature = None
+    if a.is_cuda:
+        # What was checked and prepared once is replayed: this is all the Python of a product.
+        signature = _signature(a, b, window, balance, bias, out_dtype, engine)
+        prepared = launch.prepared.get(signature)
+        if prepared is not None:
+            out = prepared(a, b, bias)
+            if out is not None:
+                return out
+    _check(a, b, dim, window)
+    if balance not in balances:
+        raise ValueError(f"balance must be one of {balances}, got {balance!r}")
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine, signature)
+
+
+def _signature(a, b, window, balance, bias, out_dtype, engine) -> tuple:
+    """All that the launches of a product depend on: also the alignment of addresses, for which
+    kernels are specialised."""
+    key = (
+        a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(),
+        b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(),
+        window, balance, out_dtype, engine,
+    )  # fmt: skip
+    if bias is None:
+        return key
+    return *key, bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.get_device()
 
 
 def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
@@ -103,7 +125,7 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
-def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
+def _dispatch(a, b, window, balance, bias, out_dtype, engine, signature) -> Tensor:
     shape = (*a.shape[:-1], b.shape[-1])
     k = a.shape[-1]
     if bias is not None:
@@ -117,7 +139,9 @@ def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
         from carbon_compile.templates import matmul_kernels
 
         with torch.cuda.device_of(a):  # Triton launches on the current device
-            return matmul_kernels.multiply(a, b, window, balance, bias, out_dtype, engine)
+            return matmul_kernels.multiply(
+                a, b, window, balance, bias, out_dtype, engine, signature=signature
+            )
     return _multiply(a, b, window, balance, bias, out_dtype)
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carbon_compile.templates import launch
 from carbon_compile.templates.matmul_kernels import _emit
 
 WARPS = 8  # the multiplying warpgroups: two
@@ -239,20 +238,7 @@ def specialised_kernel(
     )  # fmt: skip
 
 
-def descriptor(digits: torch.Tensor, rows: int, padded: int, block: int, bk: int):
-    """TMA descriptor of digits [rows, padded] in blocks [block, bk]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=bk, element_bitwidth=8, rank=2)
-    return TensorDescriptor(digits, [rows, padded], [padded, 1], [block, bk], layout)
-
-
-def run(grid: int, plan: launch.Plan, operands, arguments, **constants) -> None:
-    """Launch with `gemm_kernel`'s arguments; operands are (digits, rows, padded) pairs."""
-    a, b = (
-        descriptor(digits, rows, padded, block, plan.bk)
-        for (digits, rows, padded), block in zip(operands, (plan.bm, plan.bn), strict=True)
-    )
-    specialised_kernel[(grid,)](
-        a, b, *arguments, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group,
-        STAGES=plan.stages, WORDS=plan.words, JOINT=plan.joint, NUM_WARPS=WARPS,
-        num_warps=WARPS, **constants, **launch.STRICT,
-    )  # fmt: skip
+def descriptor(digits: torch.Tensor, shape: list[int], strides: list[int], tile: list[int]):
+    """TMA descriptor of digits, in tiles as the kernel lays them out in shared memory."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=tile[1], element_bitwidth=8, rank=2)
+    return TensorDescriptor(digits, shape, strides, tile, layout)

@@ -16,10 +16,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from carbon_compile.templates import launch
 from carbon_compile.templates import quantize_kernels as kernels
+from carbon_compile.templates.matmul_recipe import (
+    BIAS,
+    OUT,
+    WORK,
+    ZEROS,
+    A,
+    B,
+    Block,
+    Recipe,
+    Tiles,
+    hooked,
+)
 from carbon_compile.templates.quantize import DIGITS, POISON
 from carbon_compile.templates.quantize_kernels import BALANCES, Balance, Digits
 
@@ -293,92 +304,141 @@ def finish_kernel(
     )
 
 
-def quantize_operands(a: Tensor, b: Tensor, window: int, balance: str) -> tuple[Digits, Digits]:
+def quantize_operands(
+    recipe: Recipe, a: Tensor, b: Tensor, window: int, balance: str
+) -> tuple[Digits, Digits]:
     """Digits of a [..., M, K] by rows and of b [..., K, N] by columns; a batch of stride 0 once."""
-    maxima, stride = None, 0
+    columns = kernels.operand(b, B, -2)
+    # Keys of several batches balance a first operand even where it is the same for all of them.
+    each = balance != "none" and columns.batch > 1
+    rows = kernels.operand(a, A, -1, once=not each)
+    balances = None
     if balance != "none":
-        second = kernels.maxima(_one_copy(b), -1)
-        first = kernels.maxima(a, -2) if balance == "gradient" else second
-        stride = b.shape[-2] if second.numel() > b.shape[-2] else 0
-        maxima = Balance(BALANCES[balance], first, second, stride)
+        second = kernels.maxima(recipe, kernels.operand(b, B, -1))
+        first = second
+        if balance == "gradient":
+            first = kernels.maxima(recipe, kernels.operand(a, A, -2))
+        balances = Balance(BALANCES[balance], first, second, columns.k if each else 0)
     return (
-        kernels.quantize(a if stride else _one_copy(a), window, -1, maxima, 1),
-        kernels.quantize(_one_copy(b), window, -2, maxima, -1),
+        kernels.quantize(recipe, rows, window, balances, 1),
+        kernels.quantize(recipe, columns, window, balances, -1),
     )
 
 
-def multiply(a, b, window, balance, bias, out_dtype, engine="int8", plan=None) -> Tensor:
-    """a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty."""
-    qa, qb = quantize_operands(a, b, window, balance)
+def prepare(a, b, window, balance, bias, engine="int8", plan=None) -> Recipe:
+    """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
+    the result's shape. The first `quantising` of them make digits."""
+    recipe = Recipe()
+    qa, qb = quantize_operands(recipe, a, b, window, balance)
+    recipe.quantising = len(recipe.launches)
     batch = a.shape[0] if a.dim() == 3 else 1
-    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype, device=a.device)
-    multiply_digits(qa, qb, window, batch, out, bias, engine, plan)
-    return out
+    plan = plan or launch.gemm_plan(
+        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(a.device), engine
+    )
+    recipe.plan = plan
+    bias_strides = None if bias is None else (0, *bias.stride())[-3:]
+    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan)
+    return recipe
 
 
 def multiply_digits(
-    qa: Digits, qb: Digits, window: int, batch: int, out: Tensor,
-    bias: Tensor | None = None, engine: str = "int8", plan: launch.Plan | None = None,
+    recipe: Recipe, qa: Digits, qb: Digits, window: int, batch: int,
+    bias_strides: tuple[int, int, int] | None, plan: launch.Plan,
 ) -> None:  # fmt: skip
-    """The product of quantised operands into the contiguous `out` [..., M, N]."""
-    plan = plan or launch.gemm_plan(
-        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(out.device), engine
-    )
+    """The product of quantised operands into the contiguous result [..., M, N]."""
     m, n = qa.rows, qb.rows
-    strides = (m * n, n, 1)
-    bias_strides = (0, 0, 0) if bias is None else (0, *bias.stride())[-3:]
+    elements = batch * m * n
+    strides, has_bias = (m * n, n, 1), bias_strides is not None
+    bias_strides = bias_strides or (0, 0, 0)
     if plan.swap:
         # Tensor cores have a tall side; few rows go on the other one, as C^T = B^T A^T.
         qa, qb, m, n = qb, qa, n, m
         strides = (strides[0], strides[2], strides[1])
         bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
     planes = DIGITS[window]
-    total = _totals(plan, out)
-    a_plane, b_plane = qa.exponents.numel(), qb.exponents.numel()
-    a_batch, b_batch = (m if a_plane > m else 0), (n if b_plane > n else 0)
+    out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
+    total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
+    a_batch, b_batch = (m if qa.all_rows > m else 0), (n if qb.all_rows > n else 0)
     splits = triton.cdiv(qa.padded, plan.span)
     grid = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * splits * batch
-    anything = out if bias is None else bias
-    operands = [(q.digits, planes * rows, q.padded) for q, rows in ((qa, a_plane), (qb, b_plane))]
+    operands = [q.digits for q in (qa, qb)]
+    if plan.tma or plan.specialised:
+        operands = [
+            Tiles(q.digits, planes * q.all_rows, q.padded, height, plan.bk, plan.specialised)
+            for q, height in ((qa, plan.bm), (qb, plan.bn))
+        ]
     arguments = (
-        out, total, anything, qa.exponents, qb.exponents,
-        m, n, qa.padded, plan.span, a_plane, b_plane, a_batch, b_batch, out.numel(),
+        *operands, out, total, bias, qa.exponents, qb.exponents,
+        m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, elements,
         *strides, *bias_strides,
+    )  # fmt: skip
+    constants = dict(
+        D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
+        JOINT=plan.joint, HAS_BIAS=has_bias, **launch.STRICT,
     )  # fmt: skip
     if plan.specialised:
         from carbon_compile.templates import matmul_hopper
 
-        matmul_hopper.run(grid, plan, operands, arguments, D=planes, HAS_BIAS=bias is not None)
+        warps = matmul_hopper.WARPS
+        recipe.launch(
+            matmul_hopper.specialised_kernel, grid, *arguments, **constants,
+            STAGES=plan.stages, NUM_WARPS=warps, num_warps=warps,
+        )  # fmt: skip
     else:
-        tiles = [
-            TensorDescriptor(digits, [rows, padded], [padded, 1], [block, plan.bk])
-            if plan.tma
-            else digits
-            for (digits, rows, padded), block in zip(operands, (plan.bm, plan.bn), strict=True)
-        ]
-        gemm_kernel[(grid,)](
-            *tiles, *arguments,
-            D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
-            TMA=plan.tma, JOINT=plan.joint, BF16=engine == "bf16", HAS_BIAS=bias is not None,
-            num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
+        recipe.launch(
+            gemm_kernel, grid, *arguments, **constants, TMA=plan.tma, BF16=plan.engine == "bf16",
+            num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
     if plan.words:
         bm, bn = launch.FINISH_TILE
         if plan.swap:
             bm, bn = bn, bm
-        finish_kernel[(triton.cdiv(m, bm) * triton.cdiv(n, bn) * batch,)](
-            out, total, anything, qa.exponents, qb.exponents,
-            m, n, a_batch, b_batch, out.numel(), *strides, *bias_strides,
-            BM=bm, BN=bn, WORDS=plan.words, HAS_BIAS=bias is not None,
-            num_warps=4, **launch.STRICT,
+        recipe.launch(
+            finish_kernel, triton.cdiv(m, bm) * triton.cdiv(n, bn) * batch,
+            out, total, bias, qa.exponents, qb.exponents,
+            m, n, a_batch, b_batch, elements, *strides, *bias_strides,
+            BM=bm, BN=bn, WORDS=plan.words, HAS_BIAS=has_bias, num_warps=4, **launch.STRICT,
         )  # fmt: skip
 
 
-def _totals(plan: launch.Plan, out: Tensor) -> Tensor:
-    if plan.words == 0:
+def multiply(
+    a, b, window, balance, bias, out_dtype, engine="int8", plan=None, signature=None
+) -> Tensor:
+    """The product by the ordinary way; by its signature, where it has one, later ones replay it."""
+    recipe = prepare(a, b, window, balance, bias, engine, plan)
+    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype, device=a.device)
+    recipe.run((a, b, bias, out, *recipe.scratch(a.device)))
+    if signature is not None and recipe.replays:
+        launch.keep(signature, Replay(recipe, out))
+    return out
+
+
+class Replay:
+    """A prepared product."""
+
+    def __init__(self, recipe: Recipe, out: Tensor):
+        self.recipe, self.device, self.index = recipe, out.device, out.get_device()
+        self.shape, self.strides, self.dtype = out.shape, out.stride(), out.dtype
+        self.work, self.zeros = recipe.sizes[WORK], recipe.sizes[ZEROS]
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product of operands with the same signature; None where it cannot be replayed."""
+        device = self.device
+        if self.index != _current_device() or hooked():
+            return None
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        work = torch.empty(self.work, dtype=torch.uint8, device=device)
+        at = [a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), work.data_ptr(), 0]
+        if bias is not None:
+            at[BIAS] = bias.data_ptr()
+        if self.zeros:
+            zeros = torch.zeros(self.zeros, dtype=torch.uint8, device=device)
+            at[ZEROS] = zeros.data_ptr()
+        if (at[OUT] | at[WORK] | at[ZEROS]) & 15:
+            return None  # an allocator of one's own
+        self.recipe.replay(at, _current_stream(self.index))
         return out
-    return torch.zeros((plan.words, out.numel()), dtype=torch.int64, device=out.device)
 
 
-def _one_copy(x: Tensor) -> Tensor:
-    return x[:1] if x.dim() == 3 and x.stride(0) == 0 else x
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)

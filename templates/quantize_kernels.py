@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from carbon_compile.templates import launch
+from carbon_compile.templates.matmul_recipe import Block, Recipe
 from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, POISON
 
 _BUMP = tl.constexpr(BEXPO_BUMP)
@@ -25,12 +26,25 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 BALANCES = {"none": 0, "weight": 1, "gradient": 2, "keys": 3}
 
 
-class Digits(NamedTuple):
-    """`digits` int8 [D, batch * rows, padded K], least significant plane first; `exponents` int32
-    [batch * rows]; `padded` is K rounded up, the rest zero-filled."""
+class Operand(NamedTuple):
+    """Where the rows of an operand lie: [batch, rows, K], in any strides."""
 
-    digits: Tensor
-    exponents: Tensor
+    block: Block
+    batch: int
+    rows: int
+    k: int
+    stride_b: int
+    stride_r: int
+    stride_k: int
+
+
+class Digits(NamedTuple):
+    """`digits` int8 [D, all_rows, padded K], least significant plane first; `exponents` int32
+    [all_rows]; `padded` is K rounded up, the rest zero-filled; `rows` are those of one batch."""
+
+    digits: Block
+    exponents: Block
+    all_rows: int
     rows: int
     padded: int
 
@@ -40,8 +54,8 @@ class Balance(NamedTuple):
     second operand's next batch stand `stride` elements further."""
 
     mode: int
-    first: Tensor
-    second: Tensor
+    first: Block
+    second: Block
     stride: int = 0
 
 
@@ -158,7 +172,7 @@ def maxima_kernel(
     MODE: tl.constexpr, SIGN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     STEPS: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Per row: the largest magnitude's bits, or with a balance the largest exponent."""
+    """Per row: the largest magnitude's bits, or with a balance the largest exponent above EMPTY."""
     spans = tl.cdiv(K, BK * STEPS)
     blocks = tl.cdiv(R, BR)
     pid = tl.program_id(0)
@@ -184,6 +198,8 @@ def maxima_kernel(
             value = _balanced_exponents(value, d[None, :])
         best = tl.maximum(best, value)
     largest = tl.max(best, axis=1)
+    if MODE != 0:
+        largest -= _EMPTY  # atomics start from zeros, which then stand below any exponent
     out = out_ptr + batch.to(tl.int64) * R + r
     if ATOMIC:
         tl.atomic_max(out, largest, mask=r < R, sem="relaxed")
@@ -215,6 +231,8 @@ def digits_kernel(
         e = tl.load(largest_ptr + row, mask=r < R, other=0)
     if MODE == 0:
         e = _row_exponent(e)
+    elif MODE != 3 or SIGN > 0:
+        e += _EMPTY
     if span == 0:
         tl.store(exponents_ptr + row, _stored_exponent(e, W), mask=r < R)
     base = x_ptr + batch.to(tl.int64) * stride_b + r.to(tl.int64)[:, None] * stride_r
@@ -271,67 +289,60 @@ def rows_kernel(
     _store_digits(_integers(x, shift), pointers, plane, (r < R)[:, None] & (k < KP)[None, :], D)
 
 
-def maxima(x: Tensor, dim: int, balance: Balance | None = None, sign: int = 0) -> Tensor:
-    """Per row (the dimension that is not `dim`) of x [..., p, q]: the bits of max |x| along `dim`,
-    or with a balance the largest exponent; int32 [batch * rows]."""
-    batch, rows, k, strides = _view(x, dim)
-    tile = launch.maxima_tile(batch, rows, k, strides[1], strides[2])
-    grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(k, tile.columns * tile.steps)
-    atomic = k > tile.columns * tile.steps
-    # Without atomics every element is stored; with them the buffer starts below any value.
-    start = (torch.empty if not atomic else torch.zeros)(
-        batch * rows, dtype=torch.int32, device=x.device
-    )
-    if atomic and balance is not None:
-        start.fill_(EMPTY)
-    mode, first, second, stride = balance or (0, start, start, 0)
-    maxima_kernel[(grid,)](
-        x, start, first, second, rows, k, *strides, stride, MODE=mode, SIGN=sign, BR=tile.rows,
-        BK=tile.columns, STEPS=tile.steps, ATOMIC=atomic, num_warps=tile.warps, **launch.STRICT,
+def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Operand:
+    """`x` as [batch, rows, K], whichever dimension is contracted; a batch of stride 0 once."""
+    other = -1 if contraction == -2 else -2
+    batch, stride = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
+    if once and stride == 0:
+        batch = 1
+    return Operand(
+        Block(buffer), batch, x.shape[other], x.shape[contraction],
+        stride, x.stride(other), x.stride(contraction),
     )  # fmt: skip
-    return start
+
+
+def maxima(recipe: Recipe, x: Operand, balance: Balance | None = None, sign: int = 0) -> Block:
+    """Per row of each batch: the bits of max |x| along the contraction, or with a balance the
+    largest exponent, counted from EMPTY; int32."""
+    tile = launch.maxima_tile(x.batch, x.rows, x.k, x.stride_r, x.stride_k)
+    grid = x.batch * triton.cdiv(x.rows, tile.rows) * triton.cdiv(x.k, tile.columns * tile.steps)
+    atomic = x.k > tile.columns * tile.steps
+    out = recipe.reserve(x.batch * x.rows, torch.int32, zeros=atomic)
+    mode, first, second, stride = balance or (0, out, out, 0)
+    recipe.launch(
+        maxima_kernel, grid,
+        x.block, out, first, second, x.rows, x.k, x.stride_b, x.stride_r, x.stride_k, stride,
+        MODE=mode, SIGN=sign, BR=tile.rows, BK=tile.columns, STEPS=tile.steps, ATOMIC=atomic,
+        num_warps=tile.warps, **launch.STRICT,
+    )  # fmt: skip
+    return out
 
 
 def quantize(
-    x: Tensor, window: int, contraction: int, balance: Balance | None = None, sign: int = 0
+    recipe: Recipe, x: Operand, window: int, balance: Balance | None = None, sign: int = 0
 ) -> Digits:
-    """Digits and exponents of x [rows, K] or [batch, rows, K] (or with K first), any strides.
-
-    `contraction` is the dimension of K, -1 or -2; `sign` is that of the balance for this operand.
-    """
-    batch, rows, k, strides = _view(x, contraction)
-    padded = launch.padded_contraction(k)
-    planes = DIGITS[window]
-    out = torch.empty((planes, batch * rows, padded), dtype=torch.int8, device=x.device)
-    exponents = torch.empty(batch * rows, dtype=torch.int32, device=x.device)
+    """Digits and exponents of x; `sign` is that of the balance for this operand."""
+    padded = launch.padded_contraction(x.k)
+    planes, rows = DIGITS[window], x.batch * x.rows
+    out = recipe.reserve(planes * rows * padded, torch.int8)
+    exponents = recipe.reserve(rows, torch.int32)
     mode, first, second, stride = balance or (0, exponents, exponents, 0)
-    where = (rows, k, padded, batch * rows * padded, *strides, stride)
-    tile = launch.rows_tile(batch, rows, padded, strides[1], strides[2])
+    where = (x.rows, x.k, padded, rows * padded, x.stride_b, x.stride_r, x.stride_k, stride)
+    constants = dict(W=window, D=planes, MODE=mode, SIGN=sign, **launch.STRICT)
+    tile = launch.rows_tile(x.batch, x.rows, padded, x.stride_r, x.stride_k)
     if tile is not None:
-        grid = batch * triton.cdiv(rows, tile.rows)
-        rows_kernel[(grid,)](
-            x, out, exponents, first, second, *where, W=window, D=planes, MODE=mode, SIGN=sign,
-            BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
+        grid = x.batch * triton.cdiv(x.rows, tile.rows)
+        recipe.launch(
+            rows_kernel, grid, x.block, out, exponents, first, second, *where,
+            BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **constants,
         )  # fmt: skip
-        return Digits(out, exponents, rows, padded)
+        return Digits(out, exponents, rows, x.rows, padded)
     static = mode == BALANCES["keys"] and sign < 0
-    largest = exponents if static else maxima(x, contraction, balance, sign)
-    tile = launch.digits_tile(strides[1], strides[2])
-    grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(padded, tile.columns)
-    digits_kernel[(grid,)](
-        x, largest, out, exponents, first, second, *where, W=window, D=planes, MODE=mode, SIGN=sign,
-        BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
+    largest = exponents if static else maxima(recipe, x, balance, sign)
+    tile = launch.digits_tile(x.stride_r, x.stride_k)
+    grid = x.batch * triton.cdiv(x.rows, tile.rows) * triton.cdiv(padded, tile.columns)
+    recipe.launch(
+        digits_kernel, grid, x.block, largest, out, exponents, first, second, *where,
+        BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **constants,
     )  # fmt: skip
-    return Digits(out, exponents, rows, padded)
-
-
-def _view(x: Tensor, contraction: int) -> tuple[int, int, int, tuple[int, int, int]]:
-    """Batch, rows, K and their strides."""
-    other = -1 if contraction == -2 else -2
-    batch, stride = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    return (
-        batch,
-        x.shape[other],
-        x.shape[contraction],
-        (stride, x.stride(other), x.stride(contraction)),
-    )
+    return Digits(out, exponents, rows, x.rows, padded)

@@ -472,7 +472,7 @@ def patch_with_index(tensor, scope):  # numpy 2.4 no longer makes an integer of 
 interpreter._patch_lang_tensor = patch_with_index
 
 from dataclasses import replace
-from carbon_compile.templates import launch, matmul, matmul_kernels, quantize
+from carbon_compile.templates import launch, matmul, matmul_kernels, matmul_recipe, quantize
 from carbon_compile.templates import quantize_kernels as kernels
 
 g = torch.Generator().manual_seed(0)
@@ -515,11 +515,15 @@ got = matmul_kernels.multiply(long[None], tall[None], 24, "keys", None, torch.fl
 assert torch.equal(bits(got), bits(matmul.exact_bmm(long[None], tall[None], window=24, balance="keys")))
 long = torch.randn(3, 9000, generator=g)
 for x, dim in ((long, -1), (long.t().contiguous(), -2)):
-    d = kernels.quantize(x, 24, dim)
+    recipe = matmul_recipe.Recipe()
+    d = kernels.quantize(recipe, kernels.operand(x, matmul_recipe.A, dim), 24)
+    buffers = (x, None, None, None, *recipe.scratch("cpu"))
+    recipe.run(buffers)
     q = quantize.quantize(x, 24, dim)
     planes = quantize.digits(q.q if dim == -1 else q.q.t(), 24)
-    assert torch.equal(d.digits[:, :, :9000], planes) and not d.digits[:, :, 9000:].any()
-    assert torch.equal(d.exponents, q.exponents)
+    digits = matmul_recipe.view(buffers, d.digits).view(3, 3, d.padded)
+    assert torch.equal(digits[:, :, :9000], planes) and not digits[:, :, 9000:].any()
+    assert torch.equal(matmul_recipe.view(buffers, d.exponents), q.exponents)
 print("equal")
 """
 
@@ -534,6 +538,83 @@ def test_kernels_in_the_interpreter():
         text=True,
     )
     assert run.stdout.endswith("equal\n"), run.stderr[-3000:]
+
+
+class Recorded:
+    """A kernel that notes what it is launched with, the ordinary way or by its compiled form."""
+
+    def __init__(self, kernel, calls):
+        self.arg_names, self.calls = kernel.arg_names, calls
+        self.function, self.packed_metadata, self.key = object(), object(), kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            names = self.arg_names[len(arguments) :]
+            self.note(grid[0], [*arguments, *(constants[name] for name in names)])
+            return self
+
+        return launch
+
+    def run(self, x, y, z, stream, function, metadata, given, enter, leave, *arguments):
+        assert (y, z, stream) == (1, 1, 7) and (given, enter, leave) == (None, None, None)
+        assert function is self.function and metadata is self.packed_metadata
+        self.note(x, arguments)
+
+    def note(self, grid, arguments):
+        self.calls.append((self.key, grid, [self.plain(x) for x in arguments]))
+
+    def plain(self, x):
+        if hasattr(x, "base"):  # a tensor descriptor
+            return x.base.data_ptr(), x.shape, x.strides, x.padding
+        return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
+def recipes():
+    """Products whose recipes differ: operands, balance, bias, plan."""
+    a, b = wild(21, 150), wild(150, 19, seed=1)
+    bias = wild(19, seed=2).expand(21, 19)
+    levels = launch.split(launch.Plan(128, 128, 128, 8, 3, tma=True), 256, 24, 1)
+    joint = launch.Plan(128, 128, 64, 8, 4, joint=True, specialised=True)
+    swapped = launch.split(launch.Plan(128, 32, 128, 4, 4, joint=True, tma=True, swap=True), 256, 24, 2)
+    yield a, b, "none", None, launch.split(launch.Plan(32, 32, 64, 4, 1), 256, 24, 3)
+    yield a, b, "weight", bias, levels
+    yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
+    yield a, b, "weight", bias, swapped
+    yield wild(2, 5, 9000), wild(2, 9000, 6, seed=3), "keys", None, launch.split(levels, 9088, 24, 1)
+
+
+def test_a_replayed_product_launches_the_same():
+    pytest.importorskip("triton")
+    from carbon_compile.templates import matmul_kernels, matmul_recipe
+
+    for a, b, balance, bias, plan in recipes():
+        recipe = matmul_kernels.prepare(a, b, 24, balance, bias, plan=plan)
+        ordinary, replayed = [], []
+        recipe.launches = [x._replace(kernel=Recorded(x.kernel, ordinary)) for x in recipe.launches]
+        out = torch.empty(*a.shape[:-1], b.shape[-1])
+        buffers = (a, b, bias, out, *recipe.scratch("cpu"))
+        recipe.run(buffers)
+        assert recipe.replays
+        for step in recipe.launches:
+            step.kernel.calls = replayed
+        recipe.replay([0 if x is None else x.data_ptr() for x in buffers], 7)
+        assert ordinary == replayed and len(ordinary) == len(recipe.launches)
+
+
+def test_signatures_tell_products_apart():
+    a, b, bias = torch.zeros(8, 12), torch.zeros(12, 5), torch.zeros(5)
+    wide = torch.zeros(8, 13)
+    options = dict(window=24, balance="weight", bias=None, out_dtype=torch.float32, engine="int8")
+    changes = [
+        {}, {"a": wide[:, :12]}, {"a": wide[:, 1:]}, {"a": a.t().contiguous().t()}, {"a": a[:7]},
+        {"a": a.bfloat16()}, {"b": torch.zeros(61)[1:].view(12, 5)}, {"b": b[:, :4]},
+        {"window": 16}, {"balance": "none"},
+        {"bias": bias}, {"bias": bias.bfloat16()}, {"bias": torch.zeros(6)[1:]}, {"bias": bias[None]},
+        {"out_dtype": torch.float16}, {"engine": "bf16"},
+    ]  # fmt: skip
+    keys = [matmul._signature(**{"a": a, "b": b, **options, **change}) for change in changes]
+    assert len(set(keys)) == len(keys)
+    assert matmul._signature(a + 1, b + 1, **options) == keys[0]
 
 
 @pytest.mark.gpu
@@ -562,3 +643,52 @@ def test_gpu_equals_cpu(window, engine):
             for x, y in ((a, b), (a.mT.contiguous().mT, b.mT.contiguous().mT)):
                 got = exact_bmm(x.cuda(), y.cuda(), window=window, balance="keys")
                 assert same(got.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", WINDOWS)
+def test_gpu_replays_are_the_product(window):
+    """First call, replay and CPU twin on alignments, strides and sizes of every kind."""
+
+    def layouts(rows, k, dtype, seed):
+        x = wild(rows, k + 1, dtype=dtype, seed=seed)
+        yield x[:, :k].contiguous()
+        yield x[:, 1:]
+        yield x[:, :k]
+        yield x.t().contiguous().t()[:, 1:]
+        yield x[:, :1].expand(rows, k)
+
+    for dtype in matmul.OPERANDS:
+        for m, n, k in ((33, 48, 128), (16, 129, 257), (200, 96, 1000)):
+            for a, b in zip(layouts(m, k, dtype, 1), reversed([*layouts(n, k, dtype, 2)]), strict=True):
+                for balance, bias in (("weight", wild(n + 1)[1:]), ("gradient", None)):
+                    options = dict(window=window, balance=balance, out_dtype=dtype)
+                    launch.prepared.clear()
+                    for scale in (1, -3, 0):  # other values, other addresses
+                        x, y = a * scale if scale != 1 else a, b.t()
+                        want = exact_mm(x, y, bias=bias, **options)
+                        on = [t if t is None else on_gpu(t) for t in (x, y, bias)]
+                        got = exact_mm(on[0], on[1], bias=on[2], **options)
+                        assert same(got.cpu(), want), (dtype, m, n, k, balance, scale, a.stride())
+                    assert len(launch.prepared) >= 1
+
+
+def on_gpu(x):
+    """A copy with the same strides and the same alignment."""
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_products_in_a_graph():
+    a, b = wild(200, 512).cuda(), wild(512, 300, seed=1).cuda()
+    want = [exact_mm(a, b, window=24, balance=balance) for balance in matmul.BALANCES]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [exact_mm(a, b, window=24, balance=balance) for balance in matmul.BALANCES]
+    for x in got:
+        x.zero_()
+    graph.replay()
+    assert all(same(x, y) for x, y in zip(got, want, strict=True))
