@@ -24,6 +24,7 @@ import time
 
 import torch
 
+from carbon_compile import inductor_config
 from carbon_compile.bits import canonical_bits
 from carbon_compile.lowering import prims
 from carbon_compile.lowering.elementary import PROGRAMS
@@ -86,7 +87,7 @@ def evaluator(name, engine):
     def function(*args):
         return prims.apply(name, *args, *defaults)
 
-    return torch.compile(function, dynamic=False) if engine == "compiled" else function
+    return torch.compile(function, dynamic=False, options=inductor_config()) if engine == "compiled" else function
 
 
 def digests(name, blocks, device="cpu", engine="eager", batch=None):

@@ -9,6 +9,7 @@ import mpmath
 import pytest
 import torch
 
+from carbon_compile import inductor_config
 from carbon_compile.bits import canonical_bits
 from carbon_compile.lowering import pointwise, prims
 from carbon_compile.lowering.elementary import PROGRAMS
@@ -369,13 +370,13 @@ def _sweep():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_published_hashes(name):
-    """A third of the blocks published from a sweep over all inputs on a GPU, bit for bit."""
+    """A quarter of the blocks published from a sweep over all inputs on a GPU, bit for bit."""
     path = ROOT / "tests" / "golden" / "elementary.json"
     if not path.exists():
         pytest.skip("tests/golden/elementary.json is not there; bench/sweep.py writes it")
     golden = json.loads(path.read_text())["functions"]
     assert name in golden, f"run bench/sweep.py again: {name} is new"
-    blocks = list(golden[name]["blocks"].items())[len(name) % 3 :: 3]
+    blocks = list(golden[name]["blocks"].items())[len(name) % 4 :: 4]
     got = _sweep().digests(name, [int(number, 16) for number, _ in blocks])
     wrong = [n for (n, digest), value in zip(blocks, got, strict=True) if f"{value % 2**64:016x}" != digest]
     assert not wrong, f"{name}: blocks {wrong} differ from the recorded bits"
@@ -408,7 +409,7 @@ def test_fused_equals_eager(group):
     def function(x, y):
         return [prims.apply(name, *operands(name, *(x, y)[: PROGRAMS[name][1] - len(DEFAULTS.get(name, ()))])) for name in group]
 
-    for name, fused, eager in zip(group, torch.compile(function)(x, y), function(x, y), strict=True):
+    for name, fused, eager in zip(group, torch.compile(function, options=inductor_config())(x, y), function(x, y), strict=True):
         assert torch.equal(canonical_bits(fused), canonical_bits(eager)), name
 
 
