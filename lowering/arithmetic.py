@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+from torch._inductor import inductor_prims  # noqa: F401  (defines prims.fma)
 from torch._prims_common import elementwise_dtypes
 
 from . import prims as P
@@ -82,16 +83,23 @@ def floor_divide(a, b):
 
 @rule("aten.addcmul.default", section="1")
 def addcmul(x, a, b, *, value=1):
-    """x + value (a b), one rounding an operation, in the order (value a) b."""
-    product = P.mul(a if value == 1 else P.mul(a, value), b)
-    return P.add(x, product, dtype=promoted(x, a, b))
+    """x + value (a b), one rounding an operation: what Dynamo makes of `addcmul_`."""
+    product = P.mul(a, b)
+    return P.add(x, product if value == 1 else P.mul(product, value), dtype=promoted(x, a, b))
 
 
 @rule("aten.addcdiv.default", section="1")
 def addcdiv(x, a, b, *, value=1):
-    """x + value (a / b), in the order (value a) / b."""
-    quotient = P.div(a if value == 1 else P.mul(a, value), b)
-    return P.add(x, quotient, dtype=promoted(x, a, b))
+    """x + value (a / b), one rounding an operation: what Dynamo makes of `addcdiv_`."""
+    quotient = P.div(a, b)
+    return P.add(x, quotient if value == 1 else P.mul(quotient, value), dtype=promoted(x, a, b))
+
+
+@rule("prims.fma.default", section="1")
+def fma(a, b, c):
+    """a b, then plus c. Newer PyTorch versions write it where older ones write two operations: the last
+    step of `addcmul_`, `addcdiv_`, and `add_` with a tensor for alpha. Rounded like those two."""
+    return P.add(P.mul(a, b, dtype=promoted(a, b)), c, dtype=promoted(a, b, c))
 
 
 @rule("aten.lerp.Scalar", "aten.lerp.Tensor", section="1")

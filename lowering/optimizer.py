@@ -357,30 +357,17 @@ _ONE_BY_ONE = {
     "zero": lambda x: torch.ops.aten.zeros_like.default(x),
     "maximum": lambda x, y: torch.ops.aten.maximum(x, y) if isinstance(y, torch.Tensor) else torch.ops.aten.clamp_min(x, y),
     "minimum": lambda x, y: torch.ops.aten.minimum(x, y) if isinstance(y, torch.Tensor) else torch.ops.aten.clamp_max(x, y),
-    "addcmul": lambda x, a, b, value=1: _scaled_add(torch.ops.aten.addcmul, P.mul, x, a, b, value),
-    "addcdiv": lambda x, a, b, value=1: _scaled_add(torch.ops.aten.addcdiv, P.div, x, a, b, value),
+    "addcmul": lambda x, a, b, value=1: torch.ops.aten.addcmul.default(x, a, b, value=value),
+    "addcdiv": lambda x, a, b, value=1: torch.ops.aten.addcdiv.default(x, a, b, value=value),
 }
 
 
-def _scaled_add(op, combine, x, a, b, value):
-    """addcmul and addcdiv, also with a value that is a tensor: x + (value a) o b."""
-    if not isinstance(value, torch.Tensor):
-        return op(x, a, b, value=value)
-    return P.add(x, combine(P.mul(a, value), b), dtype=x.dtype)
-
-
-def _each(op, schema):
+def _each(op):
     """`op` on the i-th elements of the lists among the arguments; other arguments go to every call."""
-    lists = [a.name for a in schema.arguments if str(a.type).startswith("List[")]
-    scalars = schema.overload_name == "Tensor" and schema.arguments[-1].name == "scalars"
 
     def foreach(*args, **kwargs):
-        named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
-        n = len(named[lists[0]])
-        if scalars:  # one value a tensor, in a tensor of them
-            named["scalars"] = [named["scalars"][i] for i in range(n)]
-        listed = [*lists, "scalars"]
-        return [op(*(value[i] if name in listed and isinstance(value, (list, tuple)) else value for name, value in named.items()), **kwargs) for i in range(n)]
+        n = next(len(a) for a in args if isinstance(a, (list, tuple)))
+        return [op(*(a[i] if isinstance(a, (list, tuple)) else a for a in args), **kwargs) for i in range(n)]
 
     return foreach
 
@@ -389,6 +376,8 @@ for _name in _FOREACH.split():
     _packet = getattr(torch.ops.aten, f"_foreach_{_name}", None)
     for _overload in _packet.overloads() if _packet is not None else ():
         _op = getattr(_packet, _overload)
-        if not _op._schema.is_mutable and not _overload.endswith("out"):
+        # A tensor of scalars can't be traced: its values would have to be known.
+        _of_scalars = any(a.name == "scalars" and str(a.type) == "Tensor" for a in _op._schema.arguments)
+        if not _of_scalars and not _op._schema.is_mutable and not _overload.endswith("out"):
             _single = _ONE_BY_ONE.get(_name) or getattr(torch.ops.aten, _name)
-            rule(f"aten._foreach_{_name}.{_overload}", section="1", integers="rule")(_each(_single, _op._schema))
+            rule(f"aten._foreach_{_name}.{_overload}", section="1", integers="rule")(_each(_single))
