@@ -30,8 +30,15 @@ SHAPES = {
     "forward 16384x768x3072": (16384, 768, 3072, "weight", "kk"),
     "dX 16384x3072x768": (16384, 3072, 768, "weight", "kr"),
     "dW 768x3072x16384": (768, 3072, 16384, "gradient", "rr"),
+    "short 4096x2304x768": (4096, 2304, 768, "weight", "kr"),
+    "narrow 4096x768x768": (4096, 768, 768, "weight", "kr"),
+    "narrow 4096x768x3072": (4096, 768, 3072, "weight", "kr"),
+    "dW 768x768x4096": (768, 768, 4096, "gradient", "rr"),
+    "head 4096x50257x768": (4096, 50257, 768, "weight", "kk"),
+    "head dX 4096x768x50257": (4096, 768, 50257, "weight", "kr"),
     "decode 16x4096x4096": (16, 4096, 4096, "weight", "kk"),
     "attention 96x512x512x64": (512, 512, 64, 96, "kk"),
+    "values 96x512x64x512": (512, 64, 512, 96, "kr"),
 }
 
 # m, n, k, dtype, balance, layouts, output, bias

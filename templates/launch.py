@@ -133,6 +133,22 @@ def digits_tile(stride_r: int, stride_k: int) -> Tile:
 
 # ---- products ----
 
+# Hopper's plans for wide products, and what a tile costs: microseconds per index of the contraction
+# and besides, tiles per multiprocessor at a time. Fitted to an H100 at 4096^3, 16384x768x3072 and
+# 768x3072x16384.
+_HOPPER = {
+    16: {
+        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): (0.0105, 5.0, 1),
+        Plan(64, 64, 128, 4, 3, joint=True, tma=True): (0.0056, 4.2, 2),
+        Plan(128, 256, 128, 16, 3, tma=True): (0.0289, 15.4, 1),
+    },
+    24: {
+        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): (0.0185, 14.0, 1),
+        Plan(128, 64, 128, 8, 3, joint=True, tma=True): (0.0127, 8.0, 1),
+        Plan(128, 256, 128, 16, 3, tma=True): (0.0636, 19.3, 1),
+    },
+}
+
 
 def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[Plan]:
     if hw.capability == (0, 0):
@@ -148,13 +164,7 @@ def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[
         if window == 16:
             return [Plan(128, bn, 128, 4 if bn <= 32 else 8, 4, joint=True, tma=True)]
         return [Plan(128, bn, 64, 4 if bn <= 32 else 8, 5, joint=True, tma=True)]
-    return [
-        Plan(128, 256, 128, 16, 3, tma=True),
-        Plan(256, 128, 128, 16, 3, tma=True),
-        Plan(128, 128, 128, 8, 4, tma=True),
-        Plan(128, 64, 128, 8, 4, tma=True),
-        Plan(64, 64, 128, 4, 4, tma=True),
-    ]
+    return list(_HOPPER[window])
 
 
 _overrides: dict[tuple, Plan] = {}
@@ -214,20 +224,30 @@ def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
 def _microseconds(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
-    """A rough time on an H100: tiles stream from L2, waves are whole, splits pay for atomics."""
-    digits = window // 8
-    loads = digits if plan.joint else digits**2
-    tile_bytes = plan.span * loads * (plan.bm + plan.bn)
-    tile_ops = 2 * plan.span * digits**2 * plan.bm * plan.bn
-    resident = 1 if plan.bm * plan.bn > 128 * 64 else 2
-    tile_time = max(tile_bytes / 45e3, tile_ops / 11e6) * resident
-    store_time = plan.bm * plan.bn * (8 if plan.words else 4) / 22e3
+    """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass."""
+    per_index, per_tile, resident = _tile_cost(plan, window, hw)
     tiles = -(-m // plan.bm) * -(-n // plan.bn) * plan.splits * batch
     waves = -(-tiles // (hw.sms * resident))
-    time = waves * (tile_time + store_time + 2.0)
+    time = waves * (plan.span * per_index + per_tile)
     if plan.words:
         time += 6.0 + m * n * batch * (plan.splits * 8 / 1e6 + 20 / 2.5e6)
     return time
+
+
+def _tile_cost(plan: Plan, window: int, hw: Hardware) -> tuple[float, float, int]:
+    """Microseconds per contraction index and per tile, tiles at a time on a multiprocessor."""
+    for known, cost in _HOPPER[window].items() if hw.capability[0] == 9 else ():
+        if (plan.bm, plan.bn, plan.joint, plan.specialised) == (
+            known.bm, known.bn, known.joint, known.specialised,
+        ):  # fmt: skip
+            return cost
+    digits = window // 8
+    loads = digits if plan.joint else digits**2
+    bytes_per_index = loads * (plan.bm + plan.bn)
+    operations_per_index = 2 * digits**2 * plan.bm * plan.bn
+    resident = 1 if plan.bm * plan.bn > 128 * 64 else 2
+    per_index = max(bytes_per_index / 45e3, operations_per_index / 11e6) * resident
+    return per_index, plan.bm * plan.bn * (8 if plan.words else 4) / 22e3 + 2.0, resident
 
 
 # (bm, bn, bk, warps, stages) worth timing, by (schedule, specialised); joint ones by window.

@@ -456,7 +456,8 @@ def test_plans_cannot_overflow(window):
         assert pairs * plan.span * 2**14 + 2**31 // 256 * (pairs - 1) / pairs < 2**31
         assert plan.words == (0 if plan.splits == 1 else 1 if k <= launch.WORD_LIMIT[window] else 2)
         assert set(plan.describe()) >= {"engine", "tile", "split_k", "warps", "stages"}
-    assert launch.gemm_plan(768, 3072, 16384, window, 1, h100).splits > 1
+    assert launch.gemm_plan(256, 768, 16384, window, 1, h100).splits > 1
+    assert launch.gemm_plan(4096, 4096, 4096, window, 1, h100).specialised
     assert launch.gemm_plan(16, 4096, 4096, window, 1, h100).swap
 
 
