@@ -3,8 +3,8 @@
 import math
 
 import torch
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._inductor import inductor_prims  # noqa: F401  (defines prims.fma)
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
 from . import prims as P

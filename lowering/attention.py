@@ -113,6 +113,11 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     With `enable_gqa` query heads are a multiple of key heads, and those that share a key head are
     rows of one product: the gradient of a shared key is then one exact sum.
     """
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """The output and the weights [..., L, S], in binary32 and after dropout."""
     _check(query, key, value, attn_mask, is_causal)
     (length, features), keys = query.shape[-2:], key.shape[-2]
     rows = _grouped(query, key, value) if enable_gqa else query
@@ -130,7 +135,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     weights = torch.ops.carbon.attention_weights(scores, attn_mask)
     weights = random.dropout(weights, dropout_p, True)
     out = KEYS(weights.reshape(q.shape[0], -1, keys), v, window, query.dtype)
-    return out.reshape(*heads, length, value.shape[-1])
+    return out.reshape(*heads, length, value.shape[-1]), weights
 
 
 def _check(query, key, value, attn_mask, is_causal):
@@ -150,6 +155,60 @@ def _grouped(query, key, value):
         raise RuntimeError(f"enable_gqa needs as many heads in key and value, and a multiple of them in query; got {query.shape[-3]}, {key.shape[-3]} and {value.shape[-3]}")
     groups = query.shape[-3] // key.shape[-3]
     return query.unflatten(-3, (key.shape[-3], groups)).flatten(-3, -2)
+
+
+# What torch.nn's transformer layers call by themselves where no gradient is needed.
+
+
+def _self_attention(x, heads, qkv_weight, qkv_bias, mask, mask_type):
+    """x [B, L, E] to the heads' outputs side by side [B, L, E], and the weights. `mask` is true for keys to leave
+    out: [L, S] (type 0), [B, S] of padding (type 1) or [B, H, L, S] (type 2)."""
+    if mask is not None:
+        mask = torch.logical_not(mask.to(torch.bool))
+        mask = mask[:, None, None, :] if mask_type == 1 else mask
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in F.linear(x, qkv_weight, qkv_bias).chunk(3, -1))
+    y, weights = attend(q, k, v, mask)
+    return y.transpose(1, 2).flatten(2), weights
+
+
+@composite(torch._native_multi_head_attention, section="5")
+def native_multi_head_attention(
+    query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask=None, need_weights=True,
+    average_attn_weights=True, mask_type=None,
+):  # fmt: skip
+    """Self-attention of nn.MultiheadAttention, with its weights [B, (H,) L, S] if wanted."""
+    if key is not query or value is not query:
+        raise Refusal("CB101", "the inference path of nn.MultiheadAttention has a rule for self-attention only; call it with gradients enabled")
+    y, weights = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
+    weights = weights.to(query.dtype) if need_weights else None
+    return F.linear(y, proj_weight, proj_bias), weights.mean(1) if need_weights and average_attn_weights else weights
+
+
+@composite(torch._transformer_encoder_layer_fwd, section="5")
+def transformer_encoder_layer(
+    src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm_weight_1, norm_bias_1,
+    norm_weight_2, norm_bias_2, ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2, mask=None, mask_type=None,
+):  # fmt: skip
+    """nn.TransformerEncoderLayer: the composition of its parts, as its training path has it."""
+
+    def attention(x):
+        return F.linear(_self_attention(x, num_heads, qkv_weight, qkv_bias, mask, mask_type)[0], proj_weight, proj_bias)
+
+    def feed_forward(x):
+        hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), ffn_weight_2, ffn_bias_2)
+
+    def first(x):
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def second(x):
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attention(first(src))
+        return x + feed_forward(second(x))
+    x = first(src + attention(src))
+    return second(x + feed_forward(x))
 
 
 refuse(

@@ -12,9 +12,9 @@ their place where Dynamo traces for carbon, and only there:
                  p' = p - lr d,  d = g', b', or with Nesterov g' + mu b'
 
 Scalars are rounded once to binary32, 1 - beta and 1 - dampening after the subtraction; 1 - beta^t
-is computed in binary64 by repeated squaring and rounded once. What is stored is rounded to its type;
-the update of p uses m', v' and b' as they were before. With amsgrad, v' is max(top, v'), which is stored as the
-new top. Every other optimizer of torch.optim runs its for-loop implementation.
+is computed in binary64 by repeated squaring and rounded once. What is stored is rounded to its type
+once; p' uses m', v' and b' before that. With amsgrad p' uses max(top, v'), the new top, for v'.
+Every other optimizer of torch.optim runs its for-loop implementation.
 """
 
 import functools
@@ -22,10 +22,8 @@ import importlib
 
 import torch
 
-from . import prims as P
-from . import registry
-from .pointwise import PROGRAMS, _maximum, register, stored
-from .registry import Refusal, rule
+from .pointwise import _maximum, register, stored
+from .registry import rule
 
 
 def _power(o, base, t):

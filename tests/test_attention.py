@@ -10,7 +10,7 @@ from carbon_compile.lowering import composites, registry
 from carbon_compile.lowering.policy import Policy
 from carbon_compile.lowering.registry import Refusal
 
-from .definition import check_accuracy, check_compiled
+from .definition import check_accuracy, check_compiled, eager_engine
 
 registry.load()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -167,3 +167,27 @@ def test_refusals():
         attention(x, x.bfloat16(), x)
     with pytest.raises(RuntimeError, match="enable_gqa"):
         attention(x[:, None].expand(2, 3, 4, 8), x[:, None].expand(2, 2, 4, 8), x[:, None].expand(2, 2, 4, 8), enable_gqa=True)
+
+
+def test_the_inference_path_of_transformer_layers_is_the_training_path():
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    masks = ({}, {"src_key_padding_mask": padding}, {"src_mask": later}, {"src_key_padding_mask": padding, "src_mask": later})
+    layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation=a, norm_first=n).eval() for a, n in (("gelu", True), ("relu", False))]
+    heads = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+
+    def f(x):
+        outputs = [layer(x, **mask) for layer in layers for mask in masks]
+        for average in (True, False):
+            outputs += heads(x, x, x, key_padding_mask=padding, average_attn_weights=average)
+        return [*outputs, heads(x, x, x, need_weights=False)[0]]
+
+    with eager_engine():
+        compiled = torch.compile(f, backend=carbon, fullgraph=True)
+        training = compiled(x)
+        with torch.no_grad():
+            inference = compiled(x)
+    assert_bitwise([y.detach() for y in training], inference)
+    for ours, theirs in zip(inference, f(x), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-6)
