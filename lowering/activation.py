@@ -47,7 +47,12 @@ for _names, _what in {
     "i0 special_i0e special_i1 special_i1e special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
     "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 "
     "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai": "Bessel functions",
-    "special_erfcx special_log_ndtr special_ndtri special_zeta": "this special function",
+    "special_erfcx special_log_ndtr special_ndtri special_zeta nextafter frexp": "this function",
+    " ".join(
+        f"special_{p}" for p in "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
+        "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t "
+        "shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w".split()
+    ): "orthogonal polynomials",
 }.items():
     for _name in _names.split():
         _packet = getattr(aten, _name, None)
@@ -123,6 +128,30 @@ def deg2rad(x):
 @rule("aten.rad2deg.default", section="1", integers="rule")
 def rad2deg(x):
     return P.mul(x, 180.0 / math.pi, dtype=_float(x))
+
+
+@rule("aten.ldexp.Tensor", section="2", integers="rule")
+def ldexp(x, exponent):
+    """x times 2^exponent, which is exact for whole exponents."""
+    return P.mul(x, P.exp2(exponent), dtype=_float(x, exponent))
+
+
+@rule("aten.angle.default", section="1", integers="rule")
+def angle(x):
+    """pi below zero, else 0; NaN stays."""
+    if x.is_complex():
+        raise Refusal("CB204", "the angle of complex numbers has no rule")
+    if not x.is_floating_point():
+        x = P.f32(x)
+    y = select(_is("lt", x, 0.0), math.pi, 0.0, P.wide(x))
+    return select(_is("ne", x, x), x, y, x.dtype)
+
+
+@rule("aten.mvlgamma.default", section="2", integers="rule")
+def mvlgamma(x, p):
+    """p (p - 1) / 4 log pi + lgamma(x) + lgamma(x - 1/2) + ..., added in this order."""
+    terms = [P.lgamma(P.sub(x, 0.5 * i)) for i in range(p)]
+    return P.cast(P.add(P.chain(P.add, *terms), p * (p - 1) / 4.0 * math.log(math.pi)), _float(x))
 
 
 @rule("aten.special_entr.default", section="2", integers="rule")

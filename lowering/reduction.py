@@ -114,6 +114,14 @@ def vector_norm(x, order=2, dims=None, keepdim=False, *, dtype=None):
     return P.pow(P.sum(P.pow(P.abs(x), order), dims, keepdim), 1.0 / order, dtype=out)
 
 
+@rule("aten.linalg__powsum.default", section="3")
+def power_sum(x, order=2, dims=None, keepdim=False, *, dtype=None):
+    """sum |x|^p, without the root."""
+    x = converted(x, dtype)
+    terms = P.square(x) if order == 2 else P.abs(x) if order == 1 else P.pow(P.abs(x), order)
+    return P.sum(terms, dims, keepdim, dtype or x.dtype)
+
+
 @rule("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", section="3")
 def norm(x, order=2, dims=None, keepdim=False, *, dtype=None):
     return vector_norm(x, 2 if order is None else order, dims, keepdim, dtype=dtype)
@@ -136,6 +144,10 @@ def pdist(x, p=2.0):
     """Distances of the pairs i < j of rows."""
     i, j = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
     return torch.linalg.vector_norm(x[i] - x[j], p, -1)
+
+
+rule("aten._cdist_forward.default", section="3")(cdist)
+rule("aten._pdist_forward.default", section="3")(pdist)
 
 
 # Above autograd, because PyTorch's derivative accumulates in another type on CPU than on CUDA.

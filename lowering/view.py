@@ -30,6 +30,8 @@ new_empty_strided.default
 """
 
 INTEGERS = """
+gcd.default lcm.default bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
+bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor
 bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor
 bitwise_xor.Scalar bitwise_not.default bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
 bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __and__.Tensor __or__.Tensor
