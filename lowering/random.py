@@ -376,12 +376,12 @@ def normal_each(mean, std):
 
 def _scaled_normal(shape, device, dtype, mean, std):
     """mean + z std in binary32, rounded once to the type."""
+    numbers = not isinstance(mean, torch.Tensor) and not isinstance(std, torch.Tensor)
     if not isinstance(std, torch.Tensor) and std < 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    if (mean, std) == (0, 1) and not isinstance(mean, torch.Tensor):
+    if dtype is torch.float64 or numbers and (mean, std) == (0, 1):
         return normal(shape, device, dtype)
-    normal_dtype = torch.float32 if dtype is not torch.float64 else dtype
-    return P.add(P.mul(normal(shape, device, normal_dtype), std), mean, dtype=dtype)
+    return P.add(P.mul(normal(shape, device), std), mean, dtype=dtype)
 
 
 @_random("exponential.default")

@@ -6,11 +6,12 @@ import torch.nn.functional as F
 
 from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.hashing import fingerprint
 from carbon_compile.lowering import composites, registry
 from carbon_compile.lowering.policy import Policy
 from carbon_compile.lowering.registry import Refusal
 
-from .definition import check_accuracy, check_compiled, eager_engine
+from .definition import check_accuracy, check_compiled, compiled, eager_engine
 
 registry.load()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,14 +47,18 @@ def every_kind(q, k, v, grouped_q, keep, bias):
     )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_compiled_is_the_definition_and_accurate(dtype, tolerance):
+def every_argument(dtype):
     q, k, v, _ = inputs(2, 3, queries=6, dtype=dtype)
     keep = torch.rand(2, 1, 6, 9) > 0.3
     keep[0, 0, 2] = False  # a query without keys
     bias = torch.randn(3, 6, 9).to(dtype)
     grouped = torch.randn(2, 6, 6, 8).to(dtype)
-    arguments = [t.requires_grad_() if t.is_floating_point() else t for t in (q, k, v, grouped, keep, bias)]
+    return [t.requires_grad_() if t.is_floating_point() else t for t in (q, k, v, grouped, keep, bias)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_compiled_is_the_definition_and_accurate(dtype, tolerance):
+    arguments = every_argument(dtype)
     results = check_compiled(every_kind, arguments)
     check_accuracy(every_kind, arguments, results, tolerance)
     assert (results[0][2][0, :, 2] == 0).all()
@@ -139,22 +144,23 @@ def test_values_of_many_sizes_keep_their_accuracy():
         assert error < tolerance
 
 
-def test_dropout_draws_from_the_seed():
-    def f(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True)
+def dropped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=True)
 
+
+def test_dropout_draws_from_the_seed():
     q, k, v, g = inputs(2, 3)
     torch.manual_seed(3)
     want = gradients(q, k, v, g, dropout_p=0.4, is_causal=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    compiled = torch.compile(f, backend=carbon, fullgraph=True)
+    function = torch.compile(dropped, backend=carbon, fullgraph=True)
     torch.manual_seed(3)
-    y = compiled(*leaves)
+    y = function(*leaves)
     assert_bitwise([y.detach(), *torch.autograd.grad(y, leaves, g)], want)
-    assert not torch.equal(compiled(*leaves), y)
+    assert not torch.equal(function(*leaves), y)
     # The first query has one key: it is dropped, or scaled up.
-    first, dropped = want[0][:, :, 0], (want[0][:, :, 0] == 0).all(-1)
-    assert dropped.any() and torch.allclose(first[~dropped], (v[:, :, 0] / 0.6)[~dropped])
+    first, none = want[0][:, :, 0], (want[0][:, :, 0] == 0).all(-1)
+    assert none.any() and torch.allclose(first[~none], (v[:, :, 0] / 0.6)[~none])
 
 
 def test_refusals():
@@ -184,10 +190,28 @@ def test_the_inference_path_of_transformer_layers_is_the_training_path():
         return [*outputs, heads(x, x, x, need_weights=False)[0]]
 
     with eager_engine():
-        compiled = torch.compile(f, backend=carbon, fullgraph=True)
-        training = compiled(x)
+        function = torch.compile(f, backend=carbon, fullgraph=True)
+        training = function(x)
         with torch.no_grad():
-            inference = compiled(x)
+            inference = function(x)
     assert_bitwise([y.detach() for y in training], inference)
     for ours, theirs in zip(inference, f(x), strict=True):
         assert torch.allclose(ours, theirs, atol=2e-6)
+
+
+def check(device):
+    """Fingerprints of outputs and gradients, on `device`."""
+    found = {}
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        arguments = [t.detach().to(device).requires_grad_(t.requires_grad) for t in every_argument(dtype)]
+        found[f"kinds {dtype}"] = fingerprint([y.detach() for part in compiled(every_kind, arguments) for y in part])
+        longer = [t.to(device).requires_grad_() for t in inputs(2, 4, queries=300, keys=300, features=64, dtype=dtype)[:3]]
+        torch.manual_seed(1)
+        found[f"dropout {dtype}"] = fingerprint([y.detach() for part in compiled(dropped, longer) for y in part])
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu():
+    assert check("cuda") == check("cpu")

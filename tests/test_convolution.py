@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.hashing import fingerprint
 from carbon_compile.lowering import composites, registry
 from carbon_compile.lowering.policy import Policy
 from carbon_compile.lowering.registry import Refusal
 
-from .definition import check_accuracy, check_compiled
+from .definition import check_accuracy, check_compiled, compiled
 
 registry.load()
 
@@ -79,3 +80,18 @@ def test_shapes_that_do_not_fit():
         eager(F.conv2d, torch.ones(1, 2, 4, 4), torch.ones(4, 3, 2, 2), stride=2)
     with pytest.raises(RuntimeError, match="3 or 4 dimensions"):
         eager(F.conv2d, torch.ones(4, 4), torch.ones(4, 3, 2, 2), stride=2)
+
+
+def check(device):
+    """Fingerprints of outputs and gradients, on `device`."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        arguments = [t.detach().to(device).requires_grad_() for t in tensors(dtype)]
+        found[str(dtype)] = fingerprint([y.detach() for part in compiled(every_kind, arguments) for y in part])
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu():
+    assert check("cuda") == check("cpu")

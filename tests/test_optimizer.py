@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from carbon_compile.backend import carbon
+from carbon_compile.hashing import fingerprint
 
 from .definition import check_compiled, compiled, defined, eager_engine
 
@@ -33,13 +34,13 @@ def parameters(dtype=None):
 def give_gradients(params, step):
     generator = torch.Generator().manual_seed(step)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device)
 
 
-def stepped(kind, options, steps=3, dtype=None, backend=carbon):
+def stepped(kind, options, steps=3, dtype=None, backend=carbon, device="cpu"):
     """Parameters and states after some compiled steps (eager ones if `backend` is None)."""
     torch._dynamo.reset()
-    params = parameters(dtype)
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(dtype)]
     optimizer = kind(params, **options)
     step = torch.compile(optimizer.step, backend=backend) if backend else optimizer.step
     for i in range(steps):
@@ -273,3 +274,23 @@ def test_the_fused_operator_is_the_same_update(bitwise):
     got, _ = compiled(fused_adamw, [p, q, params[0].grad, params[1].grad, torch.tensor(1.0)])
     bitwise(got[:2], [t.detach() for t in params])
     bitwise(got[4:8:2], [optimizer.state[params[0]][k] for k in ("exp_avg", "exp_avg_sq")])
+
+
+def check(device):
+    """Fingerprints of parameters and states after a few steps, on `device`."""
+    found = {}
+    for i, (kind, options) in enumerate(CASES):
+        variant = VARIANTS[i % 3]
+        states = stepped(kind, {**options, **variant}, device=device)
+        found[f"{kind.__name__} {options}"] = fingerprint([t.cpu() for t in states])
+    for name in OTHERS:
+        found[name] = fingerprint([t.cpu() for t in stepped(getattr(torch.optim, name), {}, steps=2, device=device)])
+    torch._dynamo.reset()
+    tensors = [t.to(device) for t in (torch.linspace(-9, 7, 120), torch.linspace(-1, 2, 6).bfloat16(), torch.linspace(0, 1, 5))]
+    found["clip"] = fingerprint([t.detach() for t in compiled(norms, tensors)[0]])
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu():
+    assert check("cuda") == check("cpu")

@@ -9,18 +9,27 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from carbon_compile.backend import carbon
+from carbon_compile.hashing import fingerprint
 from carbon_compile.lowering import composites, philox, registry
 from carbon_compile.lowering import random as R
 from carbon_compile.lowering.engines import TorchEngine
 from carbon_compile.lowering.policy import Policy
 from carbon_compile.lowering.registry import Refusal
 
+from .definition import eager_engine
 
 registry.load()
 
 
 def compiled(function, **options):
     return torch.compile(function, backend=carbon, fullgraph=True, **options)
+
+
+@pytest.fixture
+def by_definition():
+    """Rewritten graphs run eagerly: for what a kernel can't change, such as which call has which key."""
+    with eager_engine():
+        yield
 
 
 def eager(function, *args, **kwargs):
@@ -49,22 +58,22 @@ def test_keys_are_the_generators_next_64_bits():
 
 def every_draw(x):
     """The i-th result takes the i-th key."""
-    low = x.detach().bfloat16()
+    low, on = x.detach().bfloat16(), {"device": x.device}
     return (
-        torch.rand(6, 7),
-        torch.rand(5, dtype=torch.bfloat16),
-        torch.rand(9, dtype=torch.float16),
-        torch.rand(9, dtype=torch.float64),
+        torch.rand(6, 7, **on),
+        torch.rand(5, dtype=torch.bfloat16, **on),
+        torch.rand(9, dtype=torch.float16, **on),
+        torch.rand(9, dtype=torch.float64, **on),
         torch.rand_like(low),
-        torch.randint(11, (13,)),
-        torch.randint(-5, 2**40, (4, 3)),
+        torch.randint(11, (13,), **on),
+        torch.randint(-5, 2**40, (4, 3), **on),
         torch.randint_like(low, 3, 9),
         x.detach().clone().uniform_(-2.0, 3.0),
         x.detach().clone().bernoulli_(0.25),
-        torch.full((40,), 0.75).bernoulli(),
-        torch.ops.aten.random(torch.empty(33)),  # Dynamo breaks the graph at Tensor.random_
-        torch.ops.aten.random(torch.empty(33, dtype=torch.int32), 10, 20),
-        torch.randperm(17),
+        torch.full((40,), 0.75, **on).bernoulli(),
+        torch.ops.aten.random(torch.empty(33, **on)),  # Dynamo breaks the graph at Tensor.random_
+        torch.ops.aten.random(torch.empty(33, dtype=torch.int32, **on), 10, 20),
+        torch.randperm(17, **on),
         F.dropout(x, 0.3),
         F.dropout(low, 0.3),
     )
@@ -116,7 +125,7 @@ def _after(state, n):
     return torch.get_rng_state()
 
 
-def test_distributions_are_sane():
+def test_distributions_are_sane(by_definition):
     def draws():
         return torch.rand(40000), torch.randint(7, (40000,)), F.dropout(torch.ones(40000), 0.2), torch.randperm(4000)
 
@@ -127,17 +136,18 @@ def test_distributions_are_sane():
     assert p.sort().values.equal(torch.arange(4000)) and not p.equal(torch.arange(4000))
 
 
-def test_normal_and_exponential_draws():
-    def draws(x):
-        return (
-            torch.randn(40000), torch.randn(30001, dtype=torch.bfloat16), torch.empty(40000).normal_(3.0, 0.5),
-            torch.empty(40000).exponential_(2.0), torch.normal(x, 2.0), torch.randn_like(x.t()),
-            F.gumbel_softmax(x, hard=False),
-        )  # fmt: skip
+def normals(x):
+    on = {"device": x.device}
+    return (
+        torch.randn(40000, **on), torch.randn(30001, dtype=torch.bfloat16, **on), torch.empty(40000, **on).normal_(3.0, 0.5),
+        torch.empty(40000, **on).exponential_(2.0), torch.normal(x, 2.0), torch.randn_like(x.t()), F.gumbel_softmax(x, hard=False),
+    )  # fmt: skip
 
+
+def test_normal_and_exponential_draws():
     x = torch.arange(12.0).view(3, 4)
     torch.manual_seed(1)
-    z, low, shifted, e, around, like, gumbel = compiled(draws)(x)
+    z, low, shifted, e, around, like, gumbel = compiled(normals)(x)
     k = keys(1, 6)
     assert torch.equal(z, plain("normal", k[0], 40000))
     assert torch.equal(low, plain("normal", k[1], 30001).bfloat16())
@@ -166,17 +176,17 @@ def test_dropout_compiled_is_the_definition(bitwise):
     got = compiled(both)(x)
     torch.manual_seed(7)
     bitwise(got, eager(both, x))
-    for results, x in zip(got, (x, x.bfloat16()), strict=True):
+    for results, source in zip(got, (x, x.bfloat16()), strict=True):
         element, channel = results[0], results[2]
-        assert torch.equal(element, torch.where(element != 0, x * 2, torch.zeros_like(x)))
+        assert torch.equal(element, torch.where(element != 0, source * 2, torch.zeros_like(source)))
         dead = (channel == 0).flatten(2).all(-1)
         assert dead.any() and not dead.all()
-        assert torch.equal(channel[~dead], (x * 2)[..., None][~dead])
-        assert results[6].equal(x) and results[8].equal(x)
+        assert torch.equal(channel[~dead], (source * 2)[..., None][~dead])
+        assert results[6].equal(source) and results[8].equal(source)
         assert results[7].count_nonzero() == 0 and results[9].count_nonzero() == 0
 
 
-def test_dropout_gradient_is_its_mask():
+def test_dropout_gradient_is_its_mask(by_definition):
     def f(x):
         return F.dropout(x, 0.3), F.dropout2d(x, 0.3), F.alpha_dropout(x, 0.3, True)
 
@@ -192,13 +202,13 @@ def test_dropout_gradient_is_its_mask():
     assert dead.any() and (dx[dead] == 0).all() and (dx[~dead] != 0).all()
 
 
-def test_kept_infinities_and_dropped_nans():
+def test_kept_infinities_and_dropped_nans(by_definition):
     """A dropped element is 0 whatever it was."""
     y = compiled(lambda x: F.dropout(x, 0.5))(torch.full((64,), float("nan")))
     assert (y == 0).any() and y.isnan().any() and ((y == 0) | y.isnan()).all()
 
 
-def test_a_draw_depends_on_seed_and_call_only():
+def test_a_draw_depends_on_seed_and_call_only(by_definition):
     f = compiled(lambda x: (torch.rand_like(x), F.dropout(x, 0.5)))
     x = torch.ones(1000)
     torch.manual_seed(0)
@@ -216,7 +226,7 @@ def test_a_draw_depends_on_seed_and_call_only():
     assert all(torch.equal(a, b) for a, b in zip(fourth, f(x), strict=True))
 
 
-def test_identical_calls_draw_apart_and_an_unused_one_does_not_count():
+def test_identical_calls_draw_apart_and_an_unused_one_does_not_count(by_definition):
     def f(x):
         a, _, _, c = F.dropout(x, 0.5), torch.rand(3), F.dropout(x, 0.25), F.dropout(x, 0.5)
         return a, c
@@ -247,7 +257,7 @@ def test_dynamic_shapes_inference_and_training_agree(bitwise):
 
 
 @pytest.mark.parametrize("where", ["inside", "outside", "none"])
-def test_checkpointing_replays_the_draws(where, bitwise):
+def test_checkpointing_replays_the_draws(where, bitwise, by_definition):
     """The gradient of a recomputed dropout is that of the first run, compiled region or eager."""
 
     def block(x):
@@ -314,3 +324,24 @@ def test_a_warm_process_draws_the_same(tmp_path, monkeypatch):
     cold, warm = (r.rsplit("hits", 1) for r in runs)
     assert cold[0] == warm[0]
     assert int(cold[1]) == 0 and int(warm[1]) >= 1
+
+
+def check(device):
+    """Fingerprints of every draw and of dropout's gradient, on `device`."""
+    found = {}
+    for i, function in enumerate((every_draw, normals, dropouts)):
+        torch._dynamo.reset()
+        x = torch.linspace(-3, 5, 240).view(4, 6, 10).to(device).requires_grad_()
+        torch.manual_seed(i)
+        outputs = compiled(function)(x)
+        found[function.__name__] = fingerprint([y.detach() for y in outputs])
+        if function is dropouts:
+            sum((y * (n + 1)).sum() for n, y in enumerate(outputs)).backward()
+            # Sums outside the compiled function are PyTorch's; their gradients are exact.
+            found["gradient"] = fingerprint(x.grad)
+    return found
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu():
+    assert check("cuda") == check("cpu")
