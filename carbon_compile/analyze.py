@@ -5,10 +5,11 @@ import functools
 
 import torch
 
-from . import host
+from . import environment, host
 from .diagnostics import Diagnostic, Policy, Report
-from .graph_lint import diagnose_break, diagnose_reason
-from .judge import Judge, composite_findings, uninitialised_reads
+from .escapes import LintListener
+from .graph_lint import diagnose_break
+from .judge import Judge, composite_findings, uninitialised_reads, without_echoes
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
@@ -35,14 +36,19 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
         if backward:
             _require_gradients(fn, args)
         torch.compiler.reset()
-        compiled = torch.compile(fn, backend=functools.partial(_judge_only, report, graphs), dynamic=None)
+        backend = functools.partial(_judge_only, report, graphs)
+        listener = LintListener(report)
+        backend.listener = lambda: listener
+        compiled = torch.compile(fn, backend=backend, dynamic=None)
         try:
-            with host.strict_recompiles():
+            with host.strict_recompiles(), torch.compiler.set_stance("default"):
                 compiled(*args, **kwargs)
         except Exception as error:
-            report.add(diagnose_break(error))
+            listener.add(diagnose_break(error))
         finally:
             torch.compiler.reset()
+    if not graphs:  # all is well with nothing if nothing could be looked at
+        report.extend(d for d in environment.findings() if d.code == "CB604")
     report.check_allows(_lines(graphs))
     return report
 
@@ -81,9 +87,6 @@ def _require_gradients(fn, args):
 def _judge_only(report, graphs, gm, inputs, **kwargs):
     """A backend that traces, judges, and runs the graph on its fake inputs."""
     graphs.append(gm)
-    broken = diagnose_reason(getattr(gm, "compile_subgraph_reason", None))
-    if broken is not None:
-        report.add(broken)
     original = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     rewrite_dynamo(gm, ambient_policy(Options()))
     seen = []
@@ -95,9 +98,10 @@ def _judge_only(report, graphs, gm, inputs, **kwargs):
                 report.add(Diagnostic.of("CB609", node))
             judged = Judge(traced, report.policy)
             rewrite_joint(traced, judged)
-            report.extend(judged.report)
+            collect()
+            report.extend(without_echoes(judged.report, report))
 
-    with host.no_autocast(), composite_findings(report):
+    with host.no_autocast(), composite_findings(report) as collect:
         host.trace_only(gm, inputs, judge)
     return original
 

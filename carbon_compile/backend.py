@@ -3,19 +3,21 @@
     Dynamo graph -> composites -> AOTAutograd -> joint graph -> judge and rewrite -> verify -> Inductor
 """
 
+import contextlib
 import functools
 import hashlib
+import json
 import logging
 import pathlib
-import warnings
+import time
 
 import torch
 
-from . import host
+from . import dynamo, escapes, host
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
-from .diagnostics import Diagnostic, Policy, Refused, Report
-from .judge import Judge, Record, composite_findings, uninitialised_reads
+from .diagnostics import Diagnostic, Refused, Report
+from .judge import Judge, Record, composite_findings, uninitialised_reads, without_echoes
 from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
@@ -36,25 +38,32 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     pointwise.install_lowerings()
     policy = ambient_policy(options)
     guard_matmul_precision()
-    rewrite_dynamo(gm, policy)
+    with logged("composites"):
+        rewrite_dynamo(gm, policy)
     region = Region(gm, options, policy, source_hash())
+    region.report.extend(escapes.surroundings(gm, devices_of(example_inputs)))
+    region.report.extend(unsafe_overrides(options))
     try:
         region.compiled = compile_region(gm, example_inputs, region)
     except Exception as error:
         refused = cause(error, Refused)
-        if refused is None:
+        report = region.everything()
+        report.extend(refused.report if refused else ())
+        if not report.refused:
             raise
-        log.info("refused:\n%s", refused)
-        return refusing(refused.report)
+        log.info("refused:\n%s", report)
+        region.dump("report.txt", str(report))
+        return refusing(report)
+    finish(region, example_inputs)
     return region
 
 
 def compile_region(gm, example_inputs, region, caches=True):
     """Trace, judge, rewrite and compile; on a warm cache, recall the verdicts instead."""
-    report = Report(policy=Policy(region.options.on_unsafe, frozenset(region.options.allow)))
-    joint = JointPass(region, report)
+    joint = JointPass(region)
     config = {**inductor_config(), **dict(region.options.inductor), "joint_custom_pre_pass": joint, **host.cacheable(composites.call, source_hash())}
-    with host.no_autocast(), composite_findings(report), host.autograd_cache(caches):
+    caches = caches and not region.options.dump  # a warm cache has no graphs to show
+    with host.no_autocast(), composite_findings(region.graph_report) as joint.collect, host.autograd_cache(caches), logged("compile"):
         compiled = host.compile_fx(
             gm,
             example_inputs,
@@ -62,38 +71,78 @@ def compile_region(gm, example_inputs, region, caches=True):
             decompositions=Decompositions(),
             config=host.known_config(config),
         )
-    report.raise_if_refused()
-    if not joint.ran and region.recall() is None and caches:
+    if joint.ran:
+        region.remember(Record(joint.identity, joint.rows, region.graph_report.dump()))
+    elif region.recall() is not None:
+        region.graph_report.extend(Report.load(region.record.report))
+    elif caches:
         return compile_region(gm, example_inputs, region, caches=False)
-    if not joint.ran:
-        report.extend(Report.load(region.record.report))
-    region.enter(example_inputs, report)
-    for warned in report.warned:
-        warnings.warn(f"{warned.code}: {warned.message} ({warned.file}:{warned.line})", stacklevel=2)
+    else:
+        raise Refused(Report([Diagnostic("CB902", "it was not called", "judge")]))
+    region.raise_if_refused()
     return compiled
+
+
+def finish(region, example_inputs):
+    """Report what was found and compiled: log, warnings, table, dump, trace."""
+    report = region.everything()
+    region.enter(example_inputs, report)
+    escapes.announce(report)
+    region.show()
+    region.dump("report.txt", f"{report}\n{region.table()}")
+    host.trace_artifact("carbon_verdicts", lambda: json.dumps({**region.record.as_dict(), "function": region.name, "report": report.render("json")}))
+    log.info("compiled %s: graph %s", region.name, region.record.graph)
 
 
 class JointPass(host.custom_graph_pass()):
     """Judge and rewrite the joint graph; its uuid is our identity in Inductor's caches."""
 
-    def __init__(self, region=None, report=None):
-        self.region, self.report, self.ran = region, report, False
+    def __init__(self, region=None):
+        self.region, self.ran, self.collect = region, False, None
 
     def __call__(self, graph):
         self.ran = True
-        judge = Judge(graph.owning_module, self.report.policy)
-        identity = graph_hash(graph)
-        for node in uninitialised_reads(graph):
-            judge.report.add(Diagnostic.of("CB609", node))
-        rewritten = rewrite_joint(graph.owning_module, judge)
-        self.report.extend(judge.report)
-        self.region.stock = judge.stock
-        self.report.raise_if_refused()
+        region, gm = self.region, graph.owning_module
+        region.dump("before.txt", readable(gm))
+        judge = Judge(gm, region.graph_report.policy)
+        self.identity = graph_hash(graph)
+        with logged("judge and rewrite"):
+            for node in uninitialised_reads(graph):
+                judge.report.add(Diagnostic.of("CB609", node))
+            rewritten = rewrite_joint(gm, judge)
+        self.rows, region.stock = tuple(judge.rows), judge.stock
+        self.collect()
+        region.graph_report.extend(without_echoes(judge.report, region.graph_report))
+        region.raise_if_refused()
+        region.dump("after.txt", readable(rewritten))
         replace_graph(graph, rewritten)
-        self.region.remember(Record(identity, tuple(judge.rows), self.report.dump()))
 
     def uuid(self):
         return source_hash()
+
+
+def readable(gm):
+    return gm.print_readable(print_output=False)
+
+
+@contextlib.contextmanager
+def logged(name):
+    """TORCH_LOGS="+carbon_compile" shows each pass and its time."""
+    start = time.perf_counter()
+    yield
+    log.debug("%s: %.3f s", name, time.perf_counter() - start)
+
+
+def devices_of(inputs):
+    return tuple({v.device.type: None for v in inputs if isinstance(v, torch.Tensor)})
+
+
+def unsafe_overrides(options):
+    """Findings for Inductor settings of the user's that take back what carbon pins."""
+    pinned = inductor_config()
+    for name, value in options.inductor:
+        if (name in pinned and pinned[name] != value) or name.endswith("_pass"):
+            yield Diagnostic("CB303", f"options={{'inductor': {{{name!r}: {value!r}}}}}")
 
 
 def compile_inner(region, gm, example_inputs, **kwargs):
@@ -167,3 +216,7 @@ def inductor_config():
 
 # Dynamo traces a step before it calls the backend, so this can't wait for the first call.
 optimizer.install(host.tracing_for(carbon))
+
+carbon.listener = escapes.watch
+dynamo.listen()
+escapes.warn_if_disabled()

@@ -74,7 +74,7 @@ def certificate(model=None, log: Log | None = None) -> Certificate:
     log = log or LOG
     graphs = _graphs_of(model, log.graphs)
     bypassed = list(log.bypassed.values())
-    findings = _breaking(graphs)
+    findings = _breaking(graphs, log.findings)
     data = {
         "certificate": FORMAT,
         "carbon_compile": environment.package_version(),
@@ -116,9 +116,10 @@ def _placed(row):
     return row | {"file": relative(row["file"], os.getcwd()) if row["file"] else None}
 
 
-def _breaking(graphs):
+def _breaking(graphs, others):
     """Findings that weaken the promise of what ran: the graphs' own, and those of the process now."""
     found = [finding for graph in graphs for finding in graph.findings]
+    found += others
     known = {finding.diagnostic.code for finding in found}
     found += [finding for finding in Report(environment.findings()).findings if finding.diagnostic.code not in known]
     return [f for f in dict.fromkeys(found) if f.diagnostic.kind.severity == "error"]

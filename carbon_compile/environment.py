@@ -133,6 +133,14 @@ def compiler_stance() -> str:
     return getattr(stance, "stance", "default")
 
 
+def stance_finding() -> Diagnostic | None:
+    """CB605, where the stance of this moment lets compiled functions run uncompiled."""
+    if compiler_stance() in ("force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"):
+        return Diagnostic("CB605", f'"{compiler_stance()}"')
+    backend = getattr(_setting("torch._dynamo.eval_frame", "_stance"), "backend", None)
+    return None if backend is None else Diagnostic("CB605", f"with force_backend={backend!r}")
+
+
 def findings(devices: tuple[str, ...] = ()) -> list[Diagnostic]:
     """What about this process would weaken the promise; `devices` are the graph's ("cpu", "cuda")."""
     import torch
@@ -175,8 +183,8 @@ def _escape_findings():
             yield Diagnostic("CB604", f"{name}={os.environ[name]}")
     if _setting("torch._dynamo.config", "disable") and not any(map(_is_set, ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))):
         yield Diagnostic("CB604", "torch._dynamo.config.disable")
-    if compiler_stance() in ("force_eager", "eager_on_recompile", "eager_then_compile"):
-        yield Diagnostic("CB605", f'"{compiler_stance()}"')
+    if stance_finding() is not None:
+        yield stance_finding()
 
 
 def _is_set(variable):

@@ -125,6 +125,18 @@ _CAUSES = (
 )
 
 
+# Breaks at which nothing is computed outside a graph: backward() runs the graphs that were compiled
+# with their forward, and an optimizer's step stops once to switch gradients off. A learning-rate
+# scheduler wraps the step in a function that Dynamo leaves to Python; what it calls is compiled.
+_HARMLESS = (
+    re.compile(r"Unsupported Tensor\.backward\(\)|torch\.autograd\.grad"),
+    re.compile(r"`Optimizer\.zero_grad`"),
+    re.compile(r"the function `\w+\.step` in file `[^`]*torch[/\\]optim[/\\]"),
+)
+_WRAPPERS = re.compile(r"torch[/\\]distributed[/\\]fsdp[/\\]")
+_OPTIMIZER_STEP = re.compile(r"torch[/\\]optim[/\\]optimizer\.py$")
+
+
 def diagnose_break(error: BaseException) -> Diagnostic:
     """The finding for an exception that ends a compilation: Dynamo's own (Unsupported, UserError,
     recompile limit …), or a backend's, which is our bug unless a size depends on values."""
@@ -147,20 +159,25 @@ def _backend_failure(error):
 
 def diagnose_reason(reason) -> Diagnostic | None:
     """The finding for `gm.compile_subgraph_reason`, Dynamo's note of why a graph ends where it does;
-    None where it ends because the function does."""
-    if reason is None or not reason.graph_break:
+    None where it ends because the function does, or where Python then computes nothing."""
+    if reason is None or not reason.graph_break or any(pattern.search(reason.reason) for pattern in _HARMLESS):
+        return None
+    if reason.user_stack and _OPTIMIZER_STEP.search(reason.user_stack[-1].filename):
         return None
     frames = [(frame.filename, frame.lineno, frame.line or "") for frame in reason.user_stack]
     return _break_at(reason.reason, frames)
 
 
 def _break_at(text: str, frames: Iterable[tuple[str, int, str]]) -> Diagnostic:
-    frame, called_from = user_frame(list(frames))
+    frames = list(frames)
+    frame, called_from = user_frame(frames)
     file, line, source = frame or (None, None, "")
     shown = f"{text}\n{source}"
     code = next((code for pattern, code in _CAUSES if pattern.search(shown)), "CB601")
     detail = text.strip().partition("\n")[0].strip()
     op = "" if code == "CB601" else _called(source)
+    if frames and _WRAPPERS.search(frames[-1][0]):
+        code, op = "CB502", "fully_shard"
     return Diagnostic(code, detail, op, file, line, source.strip(), called_from=called_from)
 
 

@@ -64,6 +64,18 @@ def retrace(function, fakes, decompositions):
         return make_fx(function, decomposition_table=decompositions, record_module_stack=False)(*fakes)
 
 
+@contextlib.contextmanager
+def new_targets(targets):
+    """Adds the target of every node that is traced meanwhile to a set."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    nodes = () if mode is None else mode.tracer.graph.nodes
+    before = len(nodes)
+    yield
+    targets.update(node.target for node in list(nodes)[before:])
+
+
 def real_tensors():
     """Tensors are computed, not faked, also while a compile's fake mode is active."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -109,10 +121,10 @@ def guard_on(holds, description):
 
 
 def trace_artifact(name, payload):
-    """A JSON artifact for tlparse, when TORCH_TRACE is set."""
+    """A JSON artifact for tlparse, made by `payload()` when TORCH_TRACE is set."""
     from torch._logging import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=lambda: payload)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)
 
 
 def cache_dir():
@@ -176,19 +188,6 @@ def trace_only(gm, inputs, judge):
 
     with config.patch(enable_autograd_cache=False):
         return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition, decompositions={})(gm, inputs)
-
-
-def compiled_function():
-    """Name and place of the frame that Dynamo is compiling: "forward (model.py:12)"."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        code = InstructionTranslator.current_tx().f_code
-    except AttributeError:  # not under Dynamo
-        return ""
-    import os
-
-    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def tracing_for(backend):

@@ -1,12 +1,14 @@
 """Verdicts: what the contract says of every node of the joint graph, all findings at once."""
 
 import contextlib
+import re
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from . import host
 from .diagnostics import Diagnostic, Policy, Report, locate, operator_name
 from .lowering import composites, registry
 from .runlog import NodeRow
@@ -34,6 +36,9 @@ class Judge(fx.Interpreter):
         verdict, section, reason, code = classify(node)
         if verdict == "refuse":
             return self._refuse(node, refusal_code(node, code), reason)
+        misfit = dtype_misfit(node, verdict)
+        if misfit is not None:
+            return self._refuse(node, *misfit)
         try:
             result = super().run_node(node)
         except registry.Refusal as refusal:
@@ -48,8 +53,7 @@ class Judge(fx.Interpreter):
             self._row(node, "refuse", "9", code)
             return tree_map(_stand_in, node.meta["val"])
         self._row(node, "allowed", "9", code)
-        self.stock.add(node.target)
-        with registry.as_stock():
+        with registry.as_stock(), host.new_targets(self.stock):
             return super().run_node(node)
 
     def _row(self, node, verdict, section, code=""):
@@ -91,33 +95,83 @@ def _chosen(node):
     return {**facts, "engine": chosen["engine"], "tile": tile, "split_k": chosen["split_k"] or 0}
 
 
+# What the name of an ATen operator without a rule says about it: the first that matches.
+_TELLING = tuple(
+    (re.compile(pattern), code)
+    for pattern, code in (
+        (r"_?fft_", "CB104"),
+        (r"_?linalg_|_?cholesky|geqrf|orgqr|ormqr|lu_unpack|triangular_solve|_spsolve|_?cdist|_?pdist", "CB103"),
+        (r"_cudnn_rnn|mkldnn_rnn|miopen_rnn|_thnn_fused|quantized_(gru|lstm)|lstm|gru|rnn_", "CB107"),
+        (r"_?sparse_|_to_sparse|_?coalesce|_nested|mkldnn_|to_mkldnn|quantize_|dequantize|quantized_|q_|int_repr", "CB108"),
+        (r"max_unpool", "CB102"),
+        (r".*(pool\dd|pool\dd_with_indices|_pad\dd|grid_sampler\w*|segment_reduce)_backward|_?upsample\w*_backward|col2im|_embedding_bag", "CB106"),
+        (r"special_|polygamma|mvlgamma|_standard_gamma_grad|_dirichlet_grad", "CB109"),
+        (r"resize|set$|set_|sparse_resize", "CB608"),
+        (r"_?unique|nonzero|masked_select", "CB606"),
+        (r"_scaled_(grouped_)?mm", "CB205"),
+        (r"\w*convolution|slow_conv|conv_|_nnpack", "CB105"),
+    )
+)
+_CARBONS_OWN = ("aten", "prims", "carbon")
+
+
 def refusal_code(node, code):
     """The most telling code for a node that no rule covers."""
-    name = str(node.target).removeprefix("aten.")
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return "CB611" if "triton" in name else "CB110"
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "CB611" if "triton" in str(target) else "CB110"
     if code and code != "CB101":
         return code
-    dtypes = _dtypes(node)
-    if any(d.is_complex for d in dtypes) and "fft" not in name:
-        return "CB204"
-    if any("float8" in str(d) for d in dtypes):
-        return "CB205"
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "carbon", "_c10d_functional"):
-        return "CB610"
-    if node.target.namespace == "_c10d_functional":
+    if target.namespace.endswith("c10d_functional"):
         return "CB501"
-    if name.startswith(("_fft", "fft_")):
-        return "CB104"
-    if name.startswith(("linalg_", "_linalg", "cholesky", "geqrf", "orgqr", "ormqr", "lu_", "triangular_solve", "_cdist")):
-        return "CB103"
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if target.namespace not in _CARBONS_OWN:
+        return "CB610"
+    name = target._opname
+    telling = next((code for pattern, code in _TELLING if pattern.match(name)), None)
+    misfit = None if telling == "CB104" else dtype_misfit(node, "refuse")
+    if misfit is not None:
+        return misfit[0]
+    if telling is None and torch.Tag.nondeterministic_seeded in target.tags:
         return "CB402"
-    return "CB101"
+    return telling or "CB101"
 
 
-def _dtypes(node):
-    values = [getattr(a, "meta", {}).get("val") for a in [node, *node.all_input_nodes]]
+def dtype_misfit(node, verdict):
+    """(code, reason) of a node that computes in a type for which there are no rules; None otherwise.
+
+    Moving such elements about is exact, and so is looking at complex numbers as pairs.
+    """
+    given, made = _dtypes(node.all_input_nodes), _dtypes([node])
+    dtypes = given | made
+    odd = [d for d in dtypes if not _has_rules(d)]
+    if not odd or verdict != "refuse" and _only_moves(node, given, made):
+        return None
+    if any(d.is_complex for d in odd):
+        return "CB204", ""
+    if any(d.is_floating_point for d in odd):
+        return "CB205", ""
+    return "CB208", str(odd[0]).removeprefix("torch.")
+
+
+def _only_moves(node, given, made):
+    rule = registry.RULES.get(node.target)
+    if rule is None:
+        return False
+    if rule.verdict == "keep":
+        return len(given | made) == 1 or any(d.is_complex for d in given | made)
+    return rule.moves and made <= given and len((given | made) - _INDICES) == 1
+
+
+_INDICES = {torch.bool, torch.int64, torch.int32}
+_RULED = re.compile(r"torch\.(bool|uint8|int(8|16|32|64)|bfloat16|float(16|32|64))")
+
+
+def _has_rules(dtype):
+    return _RULED.fullmatch(str(dtype)) is not None
+
+
+def _dtypes(nodes):
+    values = tree_leaves([node.meta.get("val") for node in nodes])
     return {v.dtype for v in values if isinstance(v, torch.Tensor)}
 
 
@@ -146,14 +200,27 @@ class Record:
         return Record(data["graph"], tuple(NodeRow(**r) for r in data["rows"]), data["report"])
 
 
+def without_echoes(graph_findings, composite_findings):
+    """The findings of a graph without those of operators that stand for a composite found already."""
+    known = {(d.code, d.file, d.line) for d in composite_findings}
+    return [d for d in graph_findings if d.direction == "backward" or (d.code, d.file, d.line) not in known]
+
+
 @contextlib.contextmanager
 def composite_findings(report):
-    """Adds the refusals of composite functions met while AOTAutograd traces."""
+    """Adds the refusals of composite functions met while AOTAutograd traces: when the context ends, and
+    when the function that it yields is called."""
+
+    def add():
+        while met:
+            refusal, name, meta = met.pop(0)
+            report.add(Diagnostic.of(refusal.code, _Bare(name, meta), detail=refusal.reason, op=name))
+
     with composites.collecting() as met:
-        yield
-    for refusal, name, meta in met:
-        node = _Bare(name, meta)
-        report.add(Diagnostic.of(refusal.code, node, detail=refusal.reason, op=name))
+        try:
+            yield add
+        finally:
+            add()
 
 
 class _Bare:

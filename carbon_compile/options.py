@@ -1,10 +1,12 @@
 """The options of `torch.compile(..., backend="carbon", options={...})`, validated."""
 
 import difflib
+import os
 from dataclasses import dataclass, fields
 
 import torch
 
+from . import diagnostics
 from .lowering.policy import Policy, float32_class
 
 
@@ -30,6 +32,7 @@ class Options:
     bfloat16_matmul: str = "auto"
     float16_matmul: str = "auto"
     table: bool = False
+    dump: str = ""
     inductor: tuple = ()
 
     @staticmethod
@@ -45,7 +48,16 @@ class Options:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
                 raise OptionError(f"unknown option {key!r}{hint}")
             values[key] = _checked(key, value)
-        return Options(**values)
+        chosen = Options(**values)
+        try:
+            chosen.refusals()
+        except ValueError as error:
+            raise OptionError(f"option 'allow': {error}") from None
+        return chosen
+
+    def refusals(self):
+        """What to do about findings."""
+        return diagnostics.Policy(self.on_unsafe, frozenset(self.allow))
 
     def policy(self):
         """Product classes by input type, with the matmul precision of this moment."""
@@ -60,13 +72,19 @@ class Options:
 def _checked(key, value):
     choices = _CHOICES.get(key)
     if choices and value not in choices:
-        raise OptionError(f"option {key!r} takes one of {', '.join(choices)}, not {value!r}")
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"option {key!r} takes one of {', '.join(choices)}, not {value!r}{hint}")
     if key == "allow":
-        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+        if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(v, str) for v in value):
             raise OptionError(f"option 'allow' takes a list of codes such as ['CB101'], not {value!r}")
-        return tuple(value)
+        return tuple(sorted(value))
     if key == "table" and not isinstance(value, bool):
         raise OptionError(f"option 'table' takes True or False, not {value!r}")
+    if key == "dump" and not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"option 'dump' takes a folder to write graphs to, not {value!r}")
+    if key == "dump":
+        return os.fspath(value)
     if key == "inductor":
         if not isinstance(value, dict):
             raise OptionError(f"option 'inductor' takes a dict of Inductor config values, not {value!r}")

@@ -69,6 +69,7 @@ class Log:
     def __init__(self):
         self.graphs: list[GraphRecord] = []
         self.bypassed: dict[tuple, Bypass] = {}
+        self.findings: list[Finding] = []
 
     def graph(
         self,
@@ -90,10 +91,17 @@ class Log:
         self.graphs.append(record)
         return record
 
-    def bypass(self, function: str, code: str = "CB613", calls: int = 1, file: str | None = None, line: int | None = None):
+    def note(self, report: Report) -> None:
+        """Keeps findings that belong to no graph, such as a graph break before the first operation."""
+        self.findings += [finding for finding in report.findings if finding not in self.findings]
+
+    def bypass(
+        self, function: str, code: str = "CB613", calls: int = 1, file: str | None = None, line: int | None = None
+    ) -> Bypass:
         """Counts calls of a compiled function for which no graph of ours ran."""
         known = self.bypassed.setdefault((function, code, file, line), Bypass(function, code, 0, file, line))
         known.calls += calls
+        return known
 
     def reset(self) -> None:
         self.__init__()

@@ -3,21 +3,33 @@
 import hashlib
 import json
 import os
+import sys
+from dataclasses import asdict
 
 import torch
 
-from . import host
-from .diagnostics import Refused
+from . import dynamo, host, tables
+from .diagnostics import Refused, Report
 from .judge import Record
+from .render import relative
 from .runlog import LOG
 
+
 class Region:
-    """One compiled Dynamo graph: its policy, its verdicts and its entry in the log."""
+    """One compiled Dynamo graph: its policy, its findings, its verdicts and its entry in the log.
+
+    report: every finding. graph_report: those that belong to the graph itself, and are thus kept for
+    warm starts. record: the verdicts. stock: operators that the user allowed.
+    """
 
     def __init__(self, gm, options, policy, version):
         self.options, self.policy = options, policy
         self.key = region_key(gm, options, version)
-        self.name = host.compiled_function()
+        conversion = dynamo.conversion.get()
+        self.name = getattr(conversion, "name", None) or dynamo.compiled_function()
+        self.watch = getattr(conversion, "watch", None)
+        self.report = Report(policy=options.refusals())
+        self.graph_report = Report(policy=options.refusals())
         self.entry = None
         self.record = None
         self.stock = set()
@@ -25,7 +37,33 @@ class Region:
 
     def __call__(self, *args):
         self.entry.calls += 1
+        if self.watch is not None:
+            self.watch.ran()
         return self.compiled(*args)
+
+    def raise_if_refused(self):
+        if self.report.refused or self.graph_report.refused:
+            raise Refused(self.everything())
+
+    def everything(self):
+        """The report of the surroundings and of the graph."""
+        return Report([*self.report, *self.graph_report], self.report.policy)
+
+    def dump(self, kind, text):
+        """Write a file beside the others of this region, where the user asked for it."""
+        if self.options.dump:
+            os.makedirs(self.options.dump, exist_ok=True)
+            with open(os.path.join(self.options.dump, f"{self.key[:12]}.{kind}"), "w", encoding="utf-8") as file:
+                file.write(text)
+
+    def show(self):
+        """The table of verdicts on standard error, where the user asked for it."""
+        if self.options.table:
+            print(f"{self.name}: graph {self.record.graph[:12]}\n{self.table()}", file=sys.stderr)
+
+    def table(self):
+        rows = [asdict(row) for row in self.record.rows]
+        return tables.nodes([row | {"file": row["file"] and relative(row["file"], os.getcwd())} for row in rows])
 
     def enter(self, inputs, report):
         """Put the region into the log that certificates are made of."""

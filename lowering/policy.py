@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from . import registry
+
 WINDOWS = {"X2": 16, "X3": 24}
 _NAMES = {v: k for k, v in WINDOWS.items()}
 
@@ -23,7 +25,8 @@ class Policy:
         """Bits of the quantisation window for a product whose inputs have `dtype`."""
         name = str(dtype).removeprefix("torch.")
         if name not in ("float32", "bfloat16", "float16"):
-            raise NotImplementedError(f"matrix products of {name} have no rule; use float32, bfloat16 or float16")
+            code = "CB201" if name == "float64" else "CB204" if dtype.is_complex else "CB205" if dtype.is_floating_point else "CB208"
+            raise registry.Refusal(code, name if code == "CB208" else f"matrix products of {name} have no rule; use float32, bfloat16 or float16")
         return WINDOWS[getattr(self, name)]
 
     def encode(self):

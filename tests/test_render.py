@@ -58,8 +58,8 @@ def test_text_merges_findings_that_differ_in_the_module():
 
 def test_text_without_findings_and_without_place():
     assert Report().render("text") == "no findings\n"
-    shown = Report([Diagnostic("CB603")]).render("text")
-    assert shown.startswith("error[CB603]: suppress_errors turns a failed compilation into a silent eager run\nwhy: ")
+    shown = Report([Diagnostic("CB302")]).render("text")
+    assert shown.startswith("error[CB302]: this thread flushes subnormal numbers to zero\nwhy: ")
 
 
 def test_our_own_bug_offers_no_allow():
@@ -226,7 +226,7 @@ def test_sarif_is_valid_for_every_kind_of_finding(tmp_path):
     found = [
         finding(),
         finding("CB206", module_path=""),
-        Diagnostic("CB603"),
+        Diagnostic("CB302"),
         Diagnostic("CB107", module_path="encoder"),
         finding("CB101", file=str(file), line=1),
         finding("CB402", file="<ipython-input-1-abc>"),
@@ -236,7 +236,7 @@ def test_sarif_is_valid_for_every_kind_of_finding(tmp_path):
     assert by_code["CB101"]["suppressions"] == [{"kind": "inSource", "justification": "ties don't matter"}]
     assert by_code["CB402"]["suppressions"] == [{"kind": "external", "justification": "allow=CB402"}]
     assert by_code["CB206"]["level"] == "warning"
-    assert "locations" not in by_code["CB603"]
+    assert "locations" not in by_code["CB302"]
     assert by_code["CB107"]["locations"] == [{"logicalLocations": [{"fullyQualifiedName": "encoder", "kind": "module"}]}]
     artifact = by_code["CB101"]["locations"][0]["physicalLocation"]["artifactLocation"]
     assert artifact == {"uri": "my%20model.py", "uriBaseId": "%SRCROOT%"}
@@ -261,7 +261,7 @@ def test_sarif_identity_survives_moved_code_and_tells_twins_apart():
 
 
 def test_github_annotations_escape_and_stay_on_one_line():
-    report = Report([finding(file="/repo/a,b:c.py", detail="100%\nsure"), finding("CB206"), Diagnostic("CB603")])
+    report = Report([finding(file="/repo/a,b:c.py", detail="100%\nsure"), finding("CB206"), Diagnostic("CB302")])
     lines = report.render("github", root=ROOT).splitlines()
     assert len(lines) == 3
     by_command = {line.split(" ")[0] + line.split("title=")[1][:5]: line for line in lines}
@@ -270,7 +270,7 @@ def test_github_annotations_escape_and_stay_on_one_line():
         "aten.put may write one element twice, in an unfixed order in layers.3.router%0A100%25%0Asure%0Awhy: "
     )
     assert by_command["::warningCB206"].startswith("::warning file=src/router.py,line=42,title=CB206 tf32-enabled::")
-    assert by_command["::errorCB603"].startswith("::error title=CB603 errors-suppressed::")
+    assert by_command["::errorCB302"].startswith("::error title=CB302 subnormals-flushed::")
 
 
 def test_github_shows_allowed_findings_as_notices():

@@ -83,7 +83,7 @@ _TABLE = (
     # CB6xx: escapes, ways for work to run where carbon doesn't see it
     _error("CB601", "graph-break", "source graph run", "compilation stops here and Python takes over"),
     _error("CB602", "recompile-limit", "source run", "recompiled too often, further calls would run uncompiled"),
-    _error("CB603", "errors-suppressed", "source run", "suppress_errors turns a failed compilation into a silent eager run"),
+    _warning("CB603", "errors-suppressed", "source run", "suppress_errors turns a failed compilation into a silent eager run"),
     _error("CB604", "compiler-disabled", "source run", "{detail} turns torch.compile off"),
     _error("CB605", "eager-stance", "source run", "the compiler stance {detail} lets calls run uncompiled"),
     _error("CB606", "data-dependent-shape", "source graph", "the shape of {op} depends on values"),
