@@ -63,7 +63,7 @@ PROD = _operator("prod(Tensor x, int dim, bool keepdim, ScalarType dtype) -> Ten
 def _running_extreme(x, dim, smallest):
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    index = templates.running_extreme(order_key(x, smallest), dim)[1]
+    index = templates.running_extreme(order_key(x, smallest), dim)[1].contiguous()
     return x.gather(dim, index), index
 
 

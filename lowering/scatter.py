@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ..templates import scatter as templates
 from . import prims as P
 from .arithmetic import where
-from .pointwise import _LOWERINGS, LIBRARY
+from .pointwise import LIBRARY
 from .registry import Refusal, composite, rule, template
 
 aten = torch.ops.aten
@@ -53,22 +53,17 @@ POSITIONS = _operator(
     templates.positions,
     lambda index, segments, last: index.new_empty(index.shape, dtype=torch.int64),
 )
+# Inductor could store the rows in a fused kernel, but it may then fuse a reader with the fill before.
 WRITE = _operator(
     "write_rows(Tensor destination, Tensor index, Tensor rows) -> Tensor",
     templates.write,
     lambda destination, index, rows: destination.new_empty(destination.shape),
 )
-
-
-def _fused_write(destination, index, rows):
-    """Equal rows may be stored in any order, so a fused store is exact."""
-    from torch._inductor.lowering import lowerings
-
-    return lowerings[aten.index_put.default](destination, [index], rows, False)
-
-
-_fused_write.broadcast = False
-_LOWERINGS[WRITE] = _fused_write
+PLACE = _operator(
+    "place_rows(Tensor index, Tensor rows, SymInt segments) -> Tensor",
+    templates.place,
+    lambda index, rows, segments: rows.new_empty((segments, rows.shape[1])),
+)
 
 
 # --- where contributions meet -------------------------------------------------------------------------
@@ -99,7 +94,8 @@ class Rows:
         return destinations
 
     def place(self, destinations, result, touched):
-        return torch.ops.carbon.select(touched, result, destinations, dtype=destinations.dtype)
+        """The destinations (or zeros, for None) with the results of those that were touched."""
+        return result if destinations is None else chosen(touched, result, destinations)
 
 
 class Slots(Rows):
@@ -108,13 +104,16 @@ class Slots(Rows):
 
     def __init__(self, index, segments):
         super().__init__(POSITIONS(index, segments, False), index.shape[0])
-        self.destination = index
+        self.destination, self.destinations = index, segments
 
     def old(self, destinations):
         return aten.index.Tensor(destinations, [self.destination])
 
     def place(self, destinations, result, touched):
-        return WRITE(destinations, self.destination, self.spread(result))
+        rows = self.spread(result)
+        if destinations is None:
+            return PLACE(self.destination, rows, self.destinations)
+        return WRITE(destinations, self.destination, rows)
 
 
 class Along:
@@ -156,10 +155,14 @@ def rows(index, segments):
 def accumulate(groups, values, destinations, own=True, mean=False):
     """Each destination's exact sum (or mean) of its `values`, with its old value if `own`.
 
-    values: floating contributions; destinations: floating, result's dtype. One rounding to binary32,
-    one more to the storage type; for the mean, a division by the count between them.
+    destinations: of the result's dtype, or None for zeros that receive values alone, of the values'
+    dtype. Floats are rounded once to binary32 and once more to the storage type; a mean divides
+    between the two. Integers wrap around, and their mean is rounded down, as in PyTorch.
     """
-    if destinations.dtype is torch.float64:
+    dtype = values.dtype if destinations is None else destinations.dtype
+    if not dtype.is_floating_point:
+        return _accumulate_integers(groups, values, destinations, own, mean)
+    if dtype is torch.float64:
         raise Refusal("CB202", "sums of float64 have no rule in version 1 of the contract; convert to float32 first")
     m = groups.largest(torch.ops.carbon.magnitude(values, dtype=torch.int32), -1)
     touched = aten.ge.Scalar(m, 0)
@@ -170,12 +173,26 @@ def accumulate(groups, values, destinations, own=True, mean=False):
     if own:
         total = [aten.add.Tensor(t, o) for t, o in zip(total, _terms(old, m, groups), strict=True)]
     finish = torch.ops.carbon.sum_total if len(total) == 1 else torch.ops.carbon.sum_total2
-    dtype = destinations.dtype
     result = finish(*total, m, dtype=torch.float32 if mean else dtype)
     if mean:
         n = groups.count()
         result = P.div(result, aten.add.Scalar(n, 1) if own else n, dtype=dtype)
     return groups.place(destinations, result, touched)
+
+
+def _accumulate_integers(groups, values, destinations, own, mean):
+    total, n = groups.total(values.to(torch.int64)), groups.count()
+    touched = aten.gt.Scalar(n, 0)
+    if own:
+        total, n = aten.add.Tensor(total, groups.old(destinations)), aten.add.Scalar(n, 1)
+    if mean:
+        total = aten.div.Tensor_mode(total, aten.clamp.default(n, 1), rounding_mode="floor")
+    return groups.place(destinations, total.to(values.dtype), touched)
+
+
+def chosen(mask, a, b):
+    """`a` where `mask`, else `b`, of one dtype; NaN payloads and zeros' signs stay."""
+    return torch.ops.carbon.select(mask, a, b, dtype=b.dtype)
 
 
 def _terms(values, m, groups):
@@ -189,18 +206,27 @@ def _terms(values, m, groups):
 def extreme(groups, values, destinations, own=True, smallest=False):
     """Each destination's largest (or smallest) value, its old one included if `own`; NaN wins, a zero
     is +0."""
-    integer = torch.int64 if values.dtype is torch.float64 else torch.int32
+    integer = torch.int32 if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.int64
     start = torch.iinfo(integer).min
 
     def key(x):
+        if not x.is_floating_point():
+            x = x.to(torch.int64)
+            return aten.bitwise_not.default(x) if smallest else x
         return torch.ops.carbon.order_key(P.neg(x, dtype=x.dtype) if smallest else x, dtype=integer)
 
     best = groups.largest(key(values), start)
-    touched = aten.gt.Scalar(best, start)
+    floating = values.is_floating_point()
+    # An integer may be the smallest there is, a float's key is not.
+    touched = aten.gt.Scalar(best, start) if floating else aten.gt.Scalar(groups.count(), 0)
     if own:
         best = aten.maximum.default(best, key(groups.old(destinations)))
-    result = P.value_of_key(best, destinations.dtype)
-    result = P.sub(0.0, result, dtype=destinations.dtype) if smallest else result
+    if not floating:
+        result = (aten.bitwise_not.default(best) if smallest else best).to(values.dtype)
+    elif smallest:
+        result = P.sub(0.0, P.value_of_key(best, values.dtype), dtype=values.dtype)
+    else:
+        result = P.value_of_key(best, values.dtype)
     return groups.place(destinations, result, touched)
 
 
@@ -208,6 +234,11 @@ def overwrite(destinations, index, values):
     """`destinations` [S, inner] with `values` [N, inner] written at `index`, the last of each winning."""
     winner = POSITIONS(index, destinations.shape[0], True)
     return WRITE(destinations, index, aten.index.Tensor(values, [winner]))
+
+
+def _exact(x, reduce):
+    """Integer products are exact in any order."""
+    return reduce in ("prod", "multiply") and not x.is_floating_point()
 
 
 def _reduced(reduce, groups, values, destinations, own):
@@ -286,8 +317,6 @@ def index_put(x, indices, values, accumulate=False):
     """Accumulating: an exact sum a destination. Otherwise the last write in index order stays."""
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return _index_put_masked(x, indices, values, accumulate)
-    if not x.is_floating_point() and accumulate:
-        return NotImplemented
     places = Places(x, indices)
     matrix, values = places.matrix(), places.rows(values)
     if accumulate:
@@ -295,9 +324,9 @@ def index_put(x, indices, values, accumulate=False):
     return places.restore(overwrite(matrix, places.index, values))
 
 
-def accumulate_rows(index, values, matrix, own=True):
+def accumulate_rows(index, values, matrix):
     """`matrix` [S, inner] plus `values` [N, inner] at `index` [N], summed exactly."""
-    return accumulate(rows(index, matrix.shape[0]), values, matrix, own)
+    return accumulate(rows(index, matrix.shape[0]), values, matrix)
 
 
 def _index_put_masked(x, indices, values, accumulate):
@@ -309,7 +338,7 @@ def _index_put_masked(x, indices, values, accumulate):
     if alone and uniform and not accumulate:
         mask = mask.reshape(*mask.shape, *[1] * behind)
         values = values.reshape(values.shape[1:]) if values.dim() == behind + 1 else values
-        return torch.ops.carbon.select(mask, values, x, dtype=x.dtype)
+        return chosen(mask, values, x)
     return INDEX_PUT_MASKED(x, indices, values, accumulate)
 
 
@@ -319,8 +348,6 @@ def _index_put_eager(x, indices, values, accumulate):
     for i in indices:
         masked = i is not None and i.dtype in (torch.bool, torch.uint8)
         expanded.extend(i.nonzero().unbind(1) if masked else [i])
-    if accumulate and not x.is_floating_point():
-        return aten.index_put.default(x, expanded, values, True)
     return index_put(x, expanded, values, accumulate).contiguous()
 
 
@@ -364,16 +391,19 @@ def _index_rows(x, dim, index, source):
     return matrix, restore, index, _rows_first(source, dim)[0]
 
 
-@rule("aten.index_add.default", section="6", verdict="template")
+@rule("aten.index_add.default", section="6", verdict="template", integers="rule")
 def index_add(x, dim, index, source, *, alpha=1):
     """x plus alpha source at `index`, each destination an exact sum; alpha source is rounded first."""
     matrix, restore, index, values = _index_rows(x, dim, index, source)
-    values = values if alpha == 1 else P.mul(values, alpha)
+    if alpha != 1:
+        values = P.mul(values, alpha) if values.is_floating_point() else aten.mul.Scalar(values, alpha)
     return restore(accumulate_rows(index, values, matrix))
 
 
-@rule("aten.index_reduce.default", section="6", verdict="template")
+@rule("aten.index_reduce.default", section="6", verdict="template", integers="rule")
 def index_reduce(x, dim, index, source, reduce, *, include_self=True):
+    if _exact(x, reduce):
+        return NotImplemented
     matrix, restore, index, values = _index_rows(x, dim, index, source)
     return restore(_reduced(reduce, rows(index, matrix.shape[0]), values, matrix, include_self))
 
@@ -426,6 +456,8 @@ def _flat(x, dim, index):
 
 
 def _scatter_reduce(x, dim, index, source, reduce, own):
+    if _exact(x, reduce):
+        return NotImplemented
     if _empty(index):
         return x.clone()
     y, dim, index, source = _strip(x, dim, index, source)
@@ -435,22 +467,22 @@ def _scatter_reduce(x, dim, index, source, reduce, own):
     return _reduced(reduce, Along(index, dim, y.shape), source, y, own).reshape(x.shape)
 
 
-@rule("aten.scatter_add.default", section="6", verdict="template")
+@rule("aten.scatter_add.default", section="6", verdict="template", integers="rule")
 def scatter_add(x, dim, index, source):
     return _scatter_reduce(x, dim, index, source, "sum", True)
 
 
-@rule("aten.scatter_reduce.two", section="6", verdict="template")
+@rule("aten.scatter_reduce.two", section="6", verdict="template", integers="rule")
 def scatter_reduce(x, dim, index, source, reduce, *, include_self=True):
     return _scatter_reduce(x, dim, index, source, reduce, include_self)
 
 
-@rule("aten.scatter.reduce", section="6", verdict="template")
+@rule("aten.scatter.reduce", section="6", verdict="template", integers="rule")
 def scatter_with(x, dim, index, source, *, reduce):
     return _scatter_reduce(x, dim, index, source, reduce, True)
 
 
-@rule("aten.scatter.value_reduce", section="6", verdict="template")
+@rule("aten.scatter.value_reduce", section="6", verdict="template", integers="rule")
 def scatter_value_with(x, dim, index, value, *, reduce):
     source = P.scalar(value, x, x.dtype).expand(index.shape)
     return _scatter_reduce(x, dim, index, source, reduce, True)
@@ -478,8 +510,6 @@ def scatter_value(x, dim, index, value):
 @rule("aten.put.default", section="6", verdict="template", integers="rule")
 def put(x, index, source, accumulate=False):
     """`source` at positions of the flattened `x`; without `accumulate` the last write stays."""
-    if accumulate and not x.is_floating_point():
-        return NotImplemented
     index, values, matrix = _wrap(index.reshape(-1), x.numel()), source.reshape(-1, 1), x.reshape(-1, 1)
     result = accumulate_rows(index, values, matrix) if accumulate else overwrite(matrix, index, values)
     return result.reshape(x.shape)
@@ -496,7 +526,7 @@ def masked_scatter(x, mask, source):
     rank = aten.where.self(mask, rank, P.scalar(0, rank, torch.int64))
     if P.provably(source.numel() == 0):
         return x.clone()
-    return torch.ops.carbon.select(mask, aten.index.Tensor(source.reshape(-1), [rank]), x, dtype=x.dtype)
+    return chosen(mask, aten.index.Tensor(source.reshape(-1), [rank]), x)
 
 
 @rule("aten.masked_scatter_backward.default", section="6", verdict="template", integers="rule")
@@ -507,8 +537,8 @@ def masked_scatter_backward(grad, mask, sizes):
     rank = aten.sub.Scalar(aten.cumsum.default(mask.to(torch.int64), 0), 1)
     # All others write a zero behind the end.
     index = aten.where.self(mask, rank, P.scalar(n, rank, torch.int64))
-    kept = torch.ops.carbon.select(mask, grad, P.scalar(0, grad, grad.dtype), dtype=grad.dtype)
-    out = WRITE(torch.zeros((n + 1, 1), dtype=grad.dtype, device=grad.device), index, kept.reshape(-1, 1))
+    kept = chosen(mask, grad, P.scalar(0, grad, grad.dtype))
+    out = PLACE(index, kept.reshape(-1, 1), n + 1)
     return out.narrow(0, 0, n).reshape(sizes)
 
 
@@ -516,12 +546,13 @@ def masked_scatter_backward(grad, mask, sizes):
 def unfold_backward(grad, input_sizes, dim, size, step):
     """Each element's exact sum over the windows that hold it. grad: input_sizes, with `dim` counting
     windows and a last dimension of `size`."""
-    dim = dim % max(len(input_sizes), 1)
-    x = torch.zeros(input_sizes, dtype=grad.dtype, device=grad.device)
-    matrix, restore = _rows_first(x, dim)
-    index = torch.arange(matrix.shape[0], dtype=torch.int64, device=grad.device).unfold(0, size, step).reshape(-1)
-    windows = grad.reshape(1, *grad.shape) if len(input_sizes) == 0 else grad.movedim((dim, -1), (0, 1))
-    return restore(accumulate_rows(index, windows.reshape(index.shape[0], matrix.shape[1]), matrix, own=False))
+    if len(input_sizes) == 0:
+        return grad.reshape(input_sizes)
+    dim = dim % len(input_sizes)
+    n, others = input_sizes[dim], [s for d, s in enumerate(input_sizes) if d != dim]
+    index = torch.arange(n, dtype=torch.int64, device=grad.device).unfold(0, size, step).reshape(-1)
+    values = grad.movedim((dim, -1), (0, 1)).reshape(index.shape[0], math.prod(others))
+    return accumulate(rows(index, n), values, None, own=False).reshape(n, *others).movedim(0, dim)
 
 
 @rule("aten.embedding_dense_backward.default", section="6", verdict="template")
@@ -532,22 +563,22 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
     values = grad.reshape(index.shape[0], grad.shape[-1])
     if padding_idx >= 0:
         padding = aten.eq.Scalar(index, padding_idx).unsqueeze(1)
-        values = torch.ops.carbon.select(padding, P.scalar(0, values, values.dtype), values, dtype=values.dtype)
+        values = chosen(padding, P.scalar(0, values, values.dtype), values)
     groups = rows(index, num_weights)
     if scale_grad_by_freq:
         values = P.div(values, groups.spread(groups.count()))
-    weights = torch.zeros((num_weights, grad.shape[-1]), dtype=grad.dtype, device=grad.device)
-    return accumulate(groups, values, weights, own=False)
+    return P.cast(accumulate(groups, values, None, own=False), grad.dtype)
 
 
-@rule("aten.bincount.default", section="6", verdict="template")
+@rule("aten.bincount.default", section="6", verdict="template", integers="rule")
 def bincount(x, weights=None, minlength=0):
     """The exact sum of the weights of each integer."""
+    if weights is None:
+        return NotImplemented
     if weights.dtype is not torch.float32:
         raise Refusal("CB202", "weighted bincount sums in float64 unless the weights are float32; convert them")
     n = aten.bincount.default(x, None, minlength).shape[0]
-    zeros = torch.zeros((n, 1), dtype=weights.dtype, device=weights.device)
-    return accumulate_rows(x.to(torch.int64), weights.reshape(-1, 1), zeros, own=False).reshape(n)
+    return accumulate(rows(x.to(torch.int64), n), weights.reshape(-1, 1), None, own=False).reshape(n)
 
 
 @rule("aten.histc.default", section="6", verdict="template")

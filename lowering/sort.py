@@ -6,6 +6,7 @@ from the original, so they keep their bits.
 
 import torch
 
+from ..templates.scan import places
 from . import prims as P
 from .pointwise import LIBRARY
 from .registry import rule, template
@@ -27,16 +28,10 @@ def _along(function):
 
     def wrapped(x, dim, *rest):
         if x.dim():
-            return function(x, dim % x.dim(), *rest)
+            return tuple(y.contiguous() for y in function(x, dim % x.dim(), *rest))
         return tuple(y.reshape(()) for y in function(x.reshape(1), 0, *rest))
 
     return wrapped
-
-
-def _place(x, dim):
-    """0, 1, 2 ... along `dim`, of a shape that broadcasts with `x`."""
-    place = torch.arange(x.shape[dim], dtype=torch.int64, device=x.device)
-    return place.reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 
 @_along
@@ -54,7 +49,7 @@ def _topk(x, dim, k, largest):
         return x.gather(dim, index), index
     key = key.to(torch.int64)
     # Index 0 wins a tie: its low word is the largest when the largest key is sought, else the smallest.
-    low = 2**31 - 1 - _place(x, dim) if largest else _place(x, dim)
+    low = 2**31 - 1 - places(x, dim) if largest else places(x, dim)
     best = (key * 2**32 + low).topk(k, dim, largest=largest, sorted=True).values & (2**31 - 1)
     index = 2**31 - 1 - best if largest else best
     return x.gather(dim, index), index
@@ -62,7 +57,7 @@ def _topk(x, dim, k, largest):
 
 def _holding(x, key, best, dim):
     """(value, index) of the lowest index along `dim` at which `key` is `best` [1 along dim]."""
-    index = torch.where(key == best, _place(x, dim), x.shape[dim] - 1).amin(dim, keepdim=True)
+    index = torch.where(key == best, places(x, dim), x.shape[dim] - 1).amin(dim, keepdim=True)
     return x.gather(dim, index), index
 
 
@@ -91,7 +86,7 @@ def _mode(x, dim):
     """The value met most often, the smallest of several such."""
     key = order_key(x)
     ordered = key.sort(dim=dim, stable=True).values
-    place = _place(x, dim).expand(x.shape)
+    place = places(x, dim).expand(x.shape)
     new = torch.ones_like(ordered, dtype=torch.bool)
     n = x.shape[dim]
     new.narrow(dim, 1, n - 1).copy_(ordered.narrow(dim, 1, n - 1) != ordered.narrow(dim, 0, n - 1))

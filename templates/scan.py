@@ -110,11 +110,12 @@ def product(x, dim, keepdim, dtype):
     """The product along `dim`: the last of the products that `cumulative` gives; 1 of nothing."""
     x = wide(x, dtype)
     if x.dim() == 0:
-        return x.to(dtype)
+        return x.to(dtype, copy=True)
     dim %= x.dim()
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     y = fold((x,), dim, multiply)[0] if x.shape[dim] else x.new_ones(shape)
-    return (y if keepdim else y.squeeze(dim)).to(dtype, copy=True)
+    y = y if keepdim else y.squeeze(dim)
+    return y.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def cumprod_backward(grad, x, dim):
@@ -127,7 +128,7 @@ def cumprod_backward(grad, x, dim):
     x, grad = (wide(t, t.dtype).reshape(shape or (1,)) for t in (x, grad))
     dim, n = dim % x.dim(), x.shape[dim % x.dim()]
     if x.numel() == 0:
-        return x.reshape(shape).to(dtype)
+        return x.new_empty(shape, dtype=dtype)
     ones = torch.ones_like(x.narrow(dim, 0, 1))
     before = torch.cat([ones, scan((x,), dim, multiply)[0].narrow(dim, 0, n - 1)], dim)
     factor = torch.cat([x.narrow(dim, 1, n - 1), ones], dim)
@@ -144,9 +145,14 @@ def _reverse_affine(a, b, dim):
     return scan((a.flip(dim), b.flip(dim)), dim, combine)[1].flip(dim)
 
 
+def places(x, dim):
+    """0, 1, 2 ... along `dim`, int64, of a shape that broadcasts with `x`."""
+    dim %= x.dim()
+    place = torch.arange(x.shape[dim], dtype=torch.int64, device=x.device)
+    return place.reshape([-1 if d == dim else 1 for d in range(x.dim())])
+
+
 def running_extreme(key, dim):
-    """Running maxima of integer keys and the last index that attains each: (keys, int64 indices)."""
+    """Running maxima of integer keys, and the last index that attains each, int64."""
     best = key.cummax(dim).values
-    place = torch.arange(key.shape[dim], device=key.device).reshape([-1 if d == dim else 1 for d in range(key.dim())])
-    index = torch.where(key == best, place, -1)
-    return best, index.cummax(dim).values
+    return best, torch.where(key == best, places(key, dim), -1).cummax(dim).values

@@ -65,3 +65,8 @@ def write(destination, index, rows):
     """`destination` [S, inner] with `rows` [N, inner] in place of those at `index`; rows that share a
     destination must be equal."""
     return destination.clone(memory_format=torch.contiguous_format).index_copy_(0, index, rows)
+
+
+def place(index, rows, segments):
+    """`write` into [segments, inner] zeros."""
+    return rows.new_zeros((segments, rows.shape[1])).index_copy_(0, index, rows)

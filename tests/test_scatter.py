@@ -215,8 +215,10 @@ def moves(x, i, j, k):
     """Integers and shapes that hold nothing or one element."""
     y = [x.index_put((i,), k), x.scatter(0, j, k[0, 0] + j), x.index_add(0, i, x[i]), x.scatter_add(0, j, j), x.put(i, k[:, 0])]
     y += [torch.bincount(i, minlength=9), torch.repeat_interleave(x, i[:7] + 1, 0, output_size=28), x.index_copy(1, i[:1] % 5, k[:7, :1])]
+    y += [x.index_add(0, i, k, alpha=3), x.index_put((i,), k, accumulate=True), *(x.index_reduce(0, i, k, r, include_self=r == "mean") for r in ("mean", "amin", "prod"))]
+    y += [x.int().scatter_reduce(0, j, j.int(), "amax"), x.scatter_reduce(1, j % 5, j, "sum", include_self=False), (x > 0).index_put((i,), k > 50, accumulate=True)]
     f = x.float()
-    y += [f.index_add(0, i[:0], f[:0]), f[0, 0].scatter_add(0, i[0] * 0, f[1, 1]), f[:, :0].index_add(0, i, f[i, :0]), f[0, 0].index_add(0, i[:1] * 0, f[0, :1])]
+    y += [f.index_add(0, i[:0], f[:0]), f[0, 0].scatter_add(0, i[0] * 0, f[1, 1]), f[:, :0].index_add(0, i, f[i, :0]), f[0, 0].index_add(0, i[:1] * 0, f[0, 1])]
     y += [f[:0].scatter(0, j[:0], 1.0), f.index_put((i[:0],), f[:0]), f.index_put((x > 100,), f[0, 0])]
     y += [torch.bincount(i, f[i, 0], 9), torch.histc(f, 7, -20, 20), torch.histc(f, 5), F.one_hot(i % 7, 7)]
     return tuple(y)
