@@ -64,7 +64,7 @@ def install_lowerings():
 
     for op, lowered in _LOWERINGS.items():
         if op not in lowerings:
-            register_lowering(op, broadcast=getattr(lowered, "broadcast", True), type_promotion_kind=None)(lowered)
+            register_lowering(op, broadcast=True, type_promotion_kind=None)(lowered)
 
 
 def _fused(evaluate, tensors, dtype):
