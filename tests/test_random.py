@@ -140,7 +140,7 @@ def normals(x):
     on = {"device": x.device}
     return (
         torch.randn(40000, **on), torch.randn(30001, dtype=torch.bfloat16, **on), torch.empty(40000, **on).normal_(3.0, 0.5),
-        torch.empty(40000, **on).exponential_(2.0), torch.normal(x, 2.0), torch.randn_like(x.t()), F.gumbel_softmax(x, hard=False),
+        torch.empty(40000, **on).exponential_(2.0), torch.normal(x, 2.0), torch.randn_like(x.mT), F.gumbel_softmax(x, hard=False),
     )  # fmt: skip
 
 
