@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from carbon_compile.lowering import philox
 from carbon_compile.lowering.engines import TorchEngine as engine
 
