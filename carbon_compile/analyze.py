@@ -9,7 +9,7 @@ from . import environment, host
 from .diagnostics import Diagnostic, Policy, Report
 from .escapes import LintListener
 from .graph_lint import diagnose_break
-from .judge import Judge, composite_findings, uninitialised_reads, without_echoes
+from .judge import Judge, composite_findings, custom_operators, uninitialised_reads, without_echoes
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
@@ -101,8 +101,14 @@ def _judge_only(report, graphs, gm, inputs, **kwargs):
             collect()
             report.extend(without_echoes(judged.report, report))
 
-    with host.no_autocast(), composite_findings(report) as collect:
-        host.trace_only(gm, inputs, judge)
+    try:
+        with host.no_autocast(), composite_findings(report) as collect:
+            host.trace_only(gm, inputs, judge)
+    except Exception:
+        met = list(custom_operators(gm))
+        if not met:
+            raise
+        report.extend(met)
     return original
 
 

@@ -17,7 +17,14 @@ from . import dynamo, escapes, host
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import Diagnostic, Refused, Report
-from .judge import Judge, Record, composite_findings, uninitialised_reads, without_echoes
+from .judge import (
+    Judge,
+    Record,
+    composite_findings,
+    custom_operators,
+    uninitialised_reads,
+    without_echoes,
+)
 from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
@@ -48,7 +55,7 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     except Exception as error:
         refused = cause(error, Refused)
         report = region.everything()
-        report.extend(refused.report if refused else ())
+        report.extend(refused.report if refused else custom_operators(gm))
         if not report.refused:
             raise
         log.info("refused:\n%s", report)

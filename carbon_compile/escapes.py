@@ -14,11 +14,12 @@ from dataclasses import replace
 import torch
 
 from . import dynamo, environment
-from .diagnostics import Diagnostic, Policy, Refused, Report
+from .diagnostics import Diagnostic, Refused, Report
 from .graph_lint import diagnose_break, diagnose_reason
 from .location import user_frame
 from .options import Options
 from .runlog import LOG
+
 
 class Conversion:
     """One frame while Dynamo converts it.
@@ -46,7 +47,9 @@ class Conversion:
         """Findings for the graph breaks that were met since this was asked last."""
         met = dynamo.graph_breaks()
         new, self._breaks = met[min(self._breaks, len(met)):], len(met)  # fmt: skip
-        return [self._placed(found) for found in map(diagnose_reason, new) if found is not None]
+        # Dynamo traces a frame again after a break, and then notes it again.
+        found = dict.fromkeys(map(diagnose_reason, new))
+        return [self._placed(d) for d in found if d is not None]
 
     def skipped(self):
         """Findings for a frame that Dynamo leaves to Python although it may compute something."""

@@ -120,7 +120,7 @@ _CAUSES = (
     (re.compile(r"resize_|\.set_\b"), "CB608"),
     (re.compile(r"\b(?:np|numpy)\.random\.|\bRandom\.\w+|\brandom\.\w+\("), "CB401"),
     (re.compile(r"manual_seed|torch\.seed"), "CB404"),
-    (re.compile(r"\.item\(\)|_local_scalar_dense|tolist|data-dependent (?:branching|expression|jump)", re.I), "CB612"),
+    (re.compile(r"\.item\(\)|_local_scalar_dense|tolist|data-dependent (?:branching|expression|jump)|generic_jump .*(?:Tensor|SymNode)", re.I), "CB612"),
     (re.compile(r"data.dependent operator|dynamic shape operator|dynamic output shape", re.I), "CB606"),
 )
 
@@ -133,7 +133,12 @@ _HARMLESS = (
     re.compile(r"`Optimizer\.zero_grad`"),
     re.compile(r"the function `\w+\.step` in file `[^`]*torch[/\\]optim[/\\]"),
 )
-_WRAPPERS = re.compile(r"torch[/\\]distributed[/\\]fsdp[/\\]")
+# Libraries whose code Dynamo may enter before it gives up: the call that led there is what matters.
+_LIBRARIES = (
+    (re.compile(r"torch[/\\]distributed[/\\]fsdp[/\\]"), "CB502", "fully_shard"),
+    (re.compile(r"torch[/\\]nn[/\\]parallel[/\\]"), "CB502", "DistributedDataParallel"),
+    (re.compile(r"[/\\]triton[/\\](?:runtime|compiler|backends)[/\\]"), "CB611", ""),
+)
 _OPTIMIZER_STEP = re.compile(r"torch[/\\]optim[/\\]optimizer\.py$")
 
 
@@ -169,19 +174,27 @@ def diagnose_reason(reason) -> Diagnostic | None:
 
 
 def _break_at(text: str, frames: Iterable[tuple[str, int, str]]) -> Diagnostic:
-    frames = list(frames)
+    frames, code, op = _library_call(list(frames))
     frame, called_from = user_frame(frames)
     file, line, source = frame or (None, None, "")
-    shown = f"{text}\n{source}"
-    code = next((code for pattern, code in _CAUSES if pattern.search(shown)), "CB601")
+    if not code:
+        shown = f"{text}\n{source}"
+        code = next((code for pattern, code in _CAUSES if pattern.search(shown)), "CB601")
     detail = text.strip().partition("\n")[0].strip()
-    op = "" if code == "CB601" else _called(source)
-    if frames and _WRAPPERS.search(frames[-1][0]):
-        code, op = "CB502", "fully_shard"
+    op = op or ("" if code == "CB601" else _called(source))
     return Diagnostic(code, detail, op, file, line, source.strip(), called_from=called_from)
 
 
+def _library_call(frames):
+    """(frames up to the call into a library of _LIBRARIES, code, operator); the code is "" elsewhere."""
+    for i, frame in enumerate(frames):
+        for pattern, code, op in _LIBRARIES:
+            if pattern.search(frame[0]):
+                return frames[:i] or frames, code, op
+    return frames, "", ""
+
+
 def _called(source):
-    """The call that a source line is about, as far as one can see: its last `name(`."""
-    calls = re.findall(r"([A-Za-z_][\w.]*)\s*\(", source)
+    """The call that a source line is about, as far as one can see: its last `name(` or `name[grid](`."""
+    calls = re.findall(r"([A-Za-z_][\w.]*)\s*(?:\[[^\]]*\])?\(", source)
     return calls[-1] if calls else ""

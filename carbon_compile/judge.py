@@ -112,7 +112,7 @@ _TELLING = tuple(
         (r"\w*convolution|slow_conv|conv_|_nnpack", "CB105"),
     )
 )
-_CARBONS_OWN = ("aten", "prims", "carbon")
+_KNOWN = ("aten", "prims", "carbon")
 
 
 def refusal_code(node, code):
@@ -124,7 +124,7 @@ def refusal_code(node, code):
         return code
     if target.namespace.endswith("c10d_functional"):
         return "CB501"
-    if target.namespace not in _CARBONS_OWN:
+    if target.namespace not in _KNOWN:
         return "CB610"
     name = target._opname
     telling = next((code for pattern, code in _TELLING if pattern.match(name)), None)
@@ -198,6 +198,15 @@ class Record:
     @staticmethod
     def of(data):
         return Record(data["graph"], tuple(NodeRow(**r) for r in data["rows"]), data["report"])
+
+
+def custom_operators(gm):
+    """Findings for the custom operators of a Dynamo graph: where one lacks a derivative or a fake
+    implementation, AOTAutograd fails on it before there is a joint graph to judge."""
+    for node in gm.graph.nodes:
+        namespace = getattr(node.target, "namespace", None) or str(node.target).partition(".")[0]
+        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and namespace not in _KNOWN:
+            yield Diagnostic.of("CB610", node)
 
 
 def without_echoes(graph_findings, composite_findings):

@@ -6,7 +6,7 @@ VIEWS = """
 alias.default as_strided.default as_strided_copy.default detach.default diagonal.default expand.default
 permute.default reshape.default select.int slice.Tensor split.Tensor split_with_sizes.default
 squeeze.default squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default
-unsqueeze.default view.default view.dtype _unsafe_view.default view_as_real.default lift_fresh.default
+unsqueeze.default view.default view.dtype _unsafe_view.default view_as_real.default view_as_complex.default lift_fresh.default
 lift_fresh_copy.default unsafe_split.Tensor unsafe_split_with_sizes.default movedim.int
 _reshape_alias.default chunk.default narrow.default unflatten.int flatten.using_ints real.default
 """
