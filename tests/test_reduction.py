@@ -15,7 +15,14 @@ from carbon_compile.lowering import prims as P
 from carbon_compile.lowering import reduction as R
 from carbon_compile.lowering import registry
 
-from .definition import check_accuracy, check_compiled, compiled, defined
+from .definition import (
+    check_accuracy,
+    check_compiled,
+    compiled,
+    defined,
+    eager_engine,
+    forward_and_backward,
+)
 
 registry.load()
 NORMS = (0, 1, 2, 3, 0.5, math.inf, -math.inf)
@@ -56,7 +63,7 @@ def narrow_types(x):
     ids=["float32", "bfloat16", "float16"],
 )
 def test_compiled_is_the_definition(function, dtype, tolerance):
-    x = torch.randn(5, 7, 6).to(dtype).requires_grad_()
+    x = torch.randn(5, 7, 6).to(dtype).requires_grad_(dtype is not torch.float16)
     check_accuracy(function, [x], check_compiled(function, [x]), tolerance)
 
 
@@ -160,6 +167,30 @@ def test_rows_do_not_depend_on_the_batch():
         gradient = torch.autograd.grad(sum(y.float().sum() for y in result[:2]), part)[0]
         assert_bitwise(gradient, whole_gradient[:size], f"gradient at batch {size}")
     assert_bitwise(list(whole), defined(rows, [x])[0])
+
+
+def of_any_size(x, c, t):
+    y = [x.mean(0), x.var(0), x.argmax(1), F.cross_entropy(x, t, ignore_index=1), F.mse_loss(x, x.flip(0))]
+    return (*y, F.batch_norm(c, None, None, None, None, True), F.layer_norm(x, x.shape[1:]))
+
+
+def test_symbolic_sizes():
+    """One compilation, any size: the counts that means and variances divide by are symbols."""
+    compiles = []
+
+    def counting(*args, **kwargs):
+        compiles.append(1)
+        return carbon(*args, **kwargs)
+
+    function = torch.compile(of_any_size, backend=counting, fullgraph=True, dynamic=True)
+    for batch, classes, length in ((4, 7, 5), (9, 11, 6)):
+        inputs = [torch.randn(batch, classes), torch.randn(batch, 8, length)]
+        inputs = [*(t.requires_grad_() for t in inputs), torch.randint(0, classes, (batch,))]
+        result = forward_and_backward(function, inputs)
+        assert len(compiles) == 1
+        with eager_engine():
+            definition = torch.compile(of_any_size, backend=carbon, fullgraph=True, dynamic=False)
+            assert_bitwise(result, forward_and_backward(definition, inputs), f"batch {batch}")
 
 
 @pytest.mark.parametrize(
