@@ -87,7 +87,12 @@ def evaluator(name, engine):
     def function(*args):
         return prims.apply(name, *args, *defaults)
 
-    return torch.compile(function, dynamic=False, options=inductor_config()) if engine == "compiled" else function
+    if engine == "eager":
+        return function
+    # Every function shares this code object: without a reset the ninth meets the recompile limit, and
+    # without fullgraph it would then run eagerly and the file would claim a kernel that never was.
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False, options=inductor_config())
 
 
 def digests(name, blocks, device="cpu", engine="eager", batch=None):
@@ -108,8 +113,20 @@ def digests(name, blocks, device="cpu", engine="eager", batch=None):
     return torch.cat(out).tolist()
 
 
+def _must_equal_eager(name, device, known):
+    """Exit unless one tensor operation after another gives the same published blocks on this device."""
+    eager = digests(name, list(known), device, "eager")
+    wrong = [f"{b:04x}" for (b, fused), value in zip(known.items(), eager, strict=True) if fused != value]
+    if wrong:
+        sys.exit(f"{name}: the fused kernel differs from eager on {device} in blocks {', '.join(wrong)}")
+
+
 def sweep(name, device, engine, stride):
-    """The record of one function: SHA-256 over every stride-th block, and the published blocks."""
+    """The record of one function: SHA-256 over every stride-th block, and the published blocks.
+
+    Exits with a message where a fused kernel and eager disagree on the published blocks: such a file
+    must not be recorded.
+    """
     inputs = _inputs(name)
     all_blocks = list(range(0, BLOCKS[inputs], stride))
     values = digests(name, all_blocks, device, engine)
@@ -118,6 +135,8 @@ def sweep(name, device, engine, stride):
     missing = [b for b in PUBLISHED[inputs] if b not in known]
     if missing:
         known.update(zip(missing, digests(name, missing, device, engine), strict=True))
+    if engine == "compiled":
+        _must_equal_eager(name, device, {b: known[b] for b in PUBLISHED[inputs]})
     published = {f"{b:04x}": f"{known[b] & (2**64 - 1):016x}" for b in PUBLISHED[inputs]}
     return {"sha256": hashlib.sha256(data).hexdigest(), "blocks": published}
 

@@ -387,6 +387,25 @@ def test_digests_do_not_depend_on_batching():
     assert sweep.digests("exp", [16256, 3, 48000], batch=1) == sweep.digests("exp", [16256, 3, 48000], batch=3)
 
 
+def test_sweep_compiles_every_function():
+    """A recompile limit reached in silence would record eager results as a kernel's."""
+    sweep, counters = _sweep(), torch._dynamo.utils.counters
+    pointwise.install_lowerings()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("reciprocal", "rsqrt", "gelu"):
+            counters.clear()
+            assert sweep.digests(name, [0x3F80], engine="compiled", batch=1) == sweep.digests(name, [0x3F80])
+            assert counters["stats"]["unique_graphs"] == 1, name
+
+
+def test_sweep_refuses_a_kernel_that_differs():
+    sweep = _sweep()
+    known = dict(zip([0x3F80, 0x4000], sweep.digests("exp", [0x3F80, 0x4000]), strict=True))
+    sweep._must_equal_eager("exp", "cpu", known)
+    with pytest.raises(SystemExit, match="exp.*blocks 4000"):
+        sweep._must_equal_eager("exp", "cpu", {**known, 0x4000: 0})
+
+
 def test_mix_is_splitmix64():
     # First outputs of SplitMix64 from seed 0, as published with the generator.
     golden = _sweep()._GOLDEN
