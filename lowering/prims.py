@@ -153,8 +153,13 @@ def mean(x, dims=None, keepdim=False, dtype=None):
 
 def amax(x, dims=None, keepdim=False):
     """Largest value of floating `x`; NaN wins, a zero is +0. Taken on integer keys, so order-free."""
-    key = torch.ops.carbon.order_key(x, dtype=torch.int64 if x.dtype is torch.float64 else torch.int32)
+    key = torch.ops.carbon.order_key(x, dtype=key_type(x.dtype))
     return value_of_key(torch.ops.aten.amax.default(key, normal_dims(x, dims), keepdim), x.dtype)
+
+
+def key_type(dtype):
+    """The integer that holds the order keys of floats of `dtype`."""
+    return torch.int64 if dtype is torch.float64 else torch.int32
 
 
 def value_of_key(key, dtype):

@@ -206,7 +206,7 @@ def _terms(values, m, groups):
 def extreme(groups, values, destinations, own=True, smallest=False):
     """Each destination's largest (or smallest) value, its old one included if `own`; NaN wins, a zero
     is +0."""
-    integer = torch.int32 if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.int64
+    integer = P.key_type(values.dtype) if values.is_floating_point() else torch.int64
     start = torch.iinfo(integer).min
 
     def key(x):

@@ -43,11 +43,11 @@ def along_total(source, dim, index, size):
 def positions(index, segments, last):
     """For each of `index` [N] the first (or last) position holding the same destination, int64 [N]."""
     n = index.shape[0]
-    place = torch.arange(n, device=index.device)
+    # Narrow integers, because a GPU has no atomic maximum of wide ones.
+    place = torch.arange(n, dtype=torch.int32 if n < 2**31 else torch.int64, device=index.device)
     if segments <= TABLE_FACTOR * max(n, 1024):
-        start = -1 if last else n
-        table = torch.full((segments,), start, dtype=torch.int64, device=index.device)
-        return table.scatter_reduce_(0, index, place, "amax" if last else "amin")[index]
+        table = place.new_full((segments,), -1 if last else n)
+        return table.scatter_reduce_(0, index, place, "amax" if last else "amin")[index].to(torch.int64)
     ordered, order = index.sort(stable=True)
     return torch.empty_like(order).scatter_(0, order, order[_run_ends(ordered, place, last)])
 
@@ -58,7 +58,7 @@ def _run_ends(ordered, place, last):
         return place.numel() - 1 - _run_ends(ordered.flip(0), place, False).flip(0)
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
-    return torch.where(starts, place, 0).cummax(0).values
+    return torch.where(starts, place, 0).cummax(0).values.to(torch.int64)
 
 
 def write(destination, index, rows):
