@@ -100,35 +100,33 @@ def _power_of_two(n: int) -> int:
 # ---- quantisation: memory-bound, 16 to 32 elements a thread ----
 
 
-@functools.lru_cache(4096)
-def rows_tile(batch: int, rows: int, padded: int, stride_r: int, stride_k: int) -> Tile | None:
-    """Whole rows in registers, or None where they are too long for that."""
-    columns = _power_of_two(padded)
-    if stride_k > stride_r and rows > 1:
-        # Rows lie side by side: read at least 32 of them together.
-        return Tile(max(32, 4096 // columns), columns, 8) if columns <= 256 else None
-    if columns > 8192:
-        return None
-    return Tile(max(1, min(64, 4096 // columns)), columns, 8 if columns >= 4096 else 4)
+_QUANTISING_WARPS = 8
+# Tokens by features: the tokens of all resident programs stay in L2 until they are read again.
+TOKENS_TILE = Tile(8, 1024, _QUANTISING_WARPS)
 
 
-@functools.lru_cache(4096)
-def maxima_tile(batch: int, rows: int, k: int, stride_r: int, stride_k: int) -> Tile:
-    side_by_side = stride_k > stride_r and rows > 1
-    tile_rows, columns = (128, 32) if side_by_side else (4, 1024)
-    if not side_by_side and k <= 256:
-        tile_rows, columns = 16, 256
-    steps, programs = 1, batch * -(-rows // tile_rows)
-    # Long programs save atomics; stop while there are a few for every multiprocessor.
-    while steps < 16 and columns * steps < k and programs * (k // (columns * steps * 2)) >= 512:
-        steps *= 2
-    if not side_by_side and k <= columns * 8:
-        steps = max(steps, _power_of_two(-(-k // columns)))  # no atomics, no start value
-    return Tile(tile_rows, columns, 4, steps)
+def rows_tile(rows: int, k: int, side_by_side: bool) -> Tile:
+    """A program's whole rows, 16 or 32 elements a thread, in few widths: few kernels to compile."""
+    if side_by_side and rows > 1:
+        columns = min(512, max(64, _power_of_two(k)))
+        return Tile(max(16, min(128, 8192 // columns)), columns, _QUANTISING_WARPS)
+    columns = next((width for width in (64, 256, 1024) if k <= width), 4096)
+    return Tile(4096 // columns, columns, _QUANTISING_WARPS)
 
 
-def digits_tile(stride_r: int, stride_k: int) -> Tile:
-    return Tile(64, 128, 8) if stride_k > stride_r else Tile(8, 1024, 8)
+def maxima_tile(k: int, side_by_side: bool) -> Tile:
+    """Rows up to 8192 are one program's, which stores their maxima; longer ones need atomics."""
+    if side_by_side:
+        rows, columns = 16, 512
+    else:
+        columns = next((width for width in (64, 256) if k <= width), 1024)
+        rows = 4096 // columns
+    steps = -(-k // columns)
+    return Tile(rows, columns, 4 if columns * rows <= 4096 else 8, steps if k <= 8192 else 4)
+
+
+def digits_tile(side_by_side: bool) -> Tile:
+    return Tile(64, 128, 8) if side_by_side else Tile(8, 1024, 8)
 
 
 # ---- products ----

@@ -32,7 +32,7 @@ from carbon_compile.templates.matmul_recipe import (
     hooked,
 )
 from carbon_compile.templates.quantize import DIGITS, POISON
-from carbon_compile.templates.quantize_kernels import BALANCES, Balance, Digits
+from carbon_compile.templates.quantize_kernels import Digits
 
 _POISONED = tl.constexpr(POISON // 2)  # any sum of exponents above this includes a POISON
 # The bf16 engine: FLUSH products of two digits, each at most 2^14, stay within 2^22.
@@ -310,19 +310,10 @@ def quantize_operands(
     """Digits of a [..., M, K] by rows and of b [..., K, N] by columns; a batch of stride 0 once."""
     columns = kernels.operand(b, B, -2)
     # Keys of several batches balance a first operand even where it is the same for all of them.
-    each = balance != "none" and columns.batch > 1
-    rows = kernels.operand(a, A, -1, once=not each)
-    balances = None
-    if balance != "none":
-        second = kernels.maxima(recipe, kernels.operand(b, B, -1))
-        first = second
-        if balance == "gradient":
-            first = kernels.maxima(recipe, kernels.operand(a, A, -2))
-        balances = Balance(BALANCES[balance], first, second, columns.k if each else 0)
-    return (
-        kernels.quantize(recipe, rows, window, balances, 1),
-        kernels.quantize(recipe, columns, window, balances, -1),
-    )
+    once = balance == "none" or columns.batch == 1
+    rows = kernels.operand(a, A, -1, once=once)
+    transposed = kernels.operand(b, B, -1) if balance in ("weight", "keys") else None
+    return kernels.quantize(recipe, rows, columns, window, balance, transposed)
 
 
 def prepare(a, b, window, balance, bias, engine="int8", plan=None) -> Recipe:

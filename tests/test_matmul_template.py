@@ -123,7 +123,13 @@ def keys_oracle(a, b, window):
     d, q = [], []
     for row in b:
         largest = None if any(v is None for v in row) else max(abs(v) for v in row)
-        d.append("poison" if largest is None else expo(largest * Fraction(129, 128)) if largest else "drop")
+        d.append(
+            "poison"
+            if largest is None
+            else expo(largest * Fraction(129, 128))
+            if largest
+            else "drop"
+        )
         scale = Fraction(2) ** (window - 1 - d[-1]) if largest else 0
         q.append([round(v * scale) if scale else 0 for v in row])
     out = torch.empty(len(a), len(b[0]))
@@ -131,7 +137,9 @@ def keys_oracle(a, b, window):
         if any(v is None or (v != 0 and e == "poison") for v, e in zip(row, d, strict=True)):
             bits(out)[i] = NAN
             continue
-        folded = [0 if isinstance(e, str) else v * Fraction(2) ** e for v, e in zip(row, d, strict=True)]
+        folded = [
+            0 if isinstance(e, str) else v * Fraction(2) ** e for v, e in zip(row, d, strict=True)
+        ]
         qa, s = integers([Fraction(v) for v in folded], [0] * len(folded), window)
         for j in range(len(b[0])):
             total = sum(x * y[j] for x, y in zip(qa, q, strict=True))
@@ -517,7 +525,8 @@ assert torch.equal(bits(got), bits(matmul.exact_bmm(long[None], tall[None], wind
 long = torch.randn(3, 9000, generator=g)
 for x, dim in ((long, -1), (long.t().contiguous(), -2)):
     recipe = matmul_recipe.Recipe()
-    d = kernels.quantize(recipe, kernels.operand(x, matmul_recipe.A, dim), 24)
+    one = kernels.operand(x, matmul_recipe.A, dim)
+    d, _ = kernels.quantize(recipe, one, one, 24)
     buffers = (x, None, None, None, *recipe.scratch("cpu"))
     recipe.run(buffers)
     q = quantize.quantize(x, 24, dim)
@@ -576,17 +585,25 @@ def recipes():
     bias = wild(19, seed=2).expand(21, 19)
     levels = launch.split(launch.Plan(128, 128, 128, 8, 3, tma=True), 256, 24, 1)
     joint = launch.Plan(128, 128, 64, 8, 4, joint=True, specialised=True)
-    swapped = launch.split(launch.Plan(128, 32, 128, 4, 4, joint=True, tma=True, swap=True), 256, 24, 2)
+    swapped = launch.split(
+        launch.Plan(128, 32, 128, 4, 4, joint=True, tma=True, swap=True), 256, 24, 2
+    )
     yield a, b, "none", None, launch.split(launch.Plan(32, 32, 64, 4, 1), 256, 24, 3)
     yield a, b, "weight", bias, levels
     yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
     yield a, b, "weight", bias, swapped
-    yield wild(2, 5, 9000), wild(2, 9000, 6, seed=3), "keys", None, launch.split(levels, 9088, 24, 1)
+    yield (
+        wild(2, 5, 9000),
+        wild(2, 9000, 6, seed=3),
+        "keys",
+        None,
+        launch.split(levels, 9088, 24, 1),
+    )
 
 
 def test_a_replayed_product_launches_the_same():
     pytest.importorskip("triton")
-    from carbon_compile.templates import matmul_kernels, matmul_recipe
+    from carbon_compile.templates import matmul_kernels
 
     for a, b, balance, bias, plan in recipes():
         recipe = matmul_kernels.prepare(a, b, 24, balance, bias, plan=plan)
@@ -662,7 +679,9 @@ def test_gpu_replays_are_the_product(window):
 
     for dtype in matmul.OPERANDS:
         for m, n, k in ((33, 48, 128), (16, 129, 257), (200, 96, 1000)):
-            for a, b in zip(layouts(m, k, dtype, 1), reversed([*layouts(n, k, dtype, 2)]), strict=True):
+            for a, b in zip(
+                layouts(m, k, dtype, 1), reversed([*layouts(n, k, dtype, 2)]), strict=True
+            ):
                 for balance, bias in (("weight", wild(n + 1)[1:]), ("gradient", None)):
                     options = dict(window=window, balance=balance, out_dtype=dtype)
                     launch.prepared.clear()
