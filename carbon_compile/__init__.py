@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 
 # A checkout keeps `lowering` and `templates` at its top level, while an installed copy holds them
 # inside the package. Run from a checkout, the checkout shadows the installed copy: look there too.
+# Not again in carbon_compile.carbon_compile, which whoever walks our packages (TORCH_LOGS) finds there.
 _root = dirname(dirname(abspath(__file__)))
-if isfile(join(_root, "pyproject.toml")) and isfile(join(_root, "lowering", "__init__.py")):
+if __name__ == "carbon_compile" and isfile(join(_root, "pyproject.toml")) and isfile(join(_root, "lowering", "__init__.py")):
     __path__.append(_root)
 
 _EXPORTS = {

@@ -9,7 +9,7 @@ from . import environment, host
 from .diagnostics import Diagnostic, Policy, Report
 from .escapes import LintListener
 from .graph_lint import diagnose_break
-from .judge import Judge, composite_findings, custom_operators, uninitialised_reads, without_echoes
+from .judge import Judge, composite_findings, custom_operators, setting_calls, uninitialised_reads, without_echoes
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
@@ -87,6 +87,9 @@ def _require_gradients(fn, args):
 def _judge_only(report, graphs, gm, inputs, **kwargs):
     """A backend that traces, judges, and runs the graph on its fake inputs."""
     graphs.append(gm)
+    for node, found in list(setting_calls(gm)):
+        report.add(found)
+        gm.graph.erase_node(node)
     original = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     rewrite_dynamo(gm, ambient_policy(Options()))
     seen = []

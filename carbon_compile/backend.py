@@ -22,6 +22,7 @@ from .judge import (
     Record,
     composite_findings,
     custom_operators,
+    setting_calls,
     uninitialised_reads,
     without_echoes,
 )
@@ -50,7 +51,10 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     region = Region(gm, options, policy, source_hash())
     region.report.extend(escapes.surroundings(gm, devices_of(example_inputs)))
     region.report.extend(unsafe_overrides(options))
+    region.report.extend(found for _, found in setting_calls(gm))
     try:
+        if any(found.code == "CB207" for found in region.report.refused):  # tracing would make the change
+            region.raise_if_refused()
         region.compiled = compile_region(gm, example_inputs, region)
     except Exception as error:
         refused = cause(error, Refused)

@@ -11,7 +11,6 @@ import traceback
 
 import torch
 
-
 conversion = contextvars.ContextVar("carbon_conversion", default=None)
 """What the listener of the conversion in progress made of it, or None."""
 

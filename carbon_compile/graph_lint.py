@@ -181,7 +181,7 @@ def _break_at(text: str, frames: Iterable[tuple[str, int, str]]) -> Diagnostic:
         shown = f"{text}\n{source}"
         code = next((code for pattern, code in _CAUSES if pattern.search(shown)), "CB601")
     detail = text.strip().partition("\n")[0].strip()
-    op = op or ("" if code == "CB601" else _called(source))
+    op = op or ("" if code == "CB601" else _named(text) or _called(source))
     return Diagnostic(code, detail, op, file, line, source.strip(), called_from=called_from)
 
 
@@ -192,6 +192,12 @@ def _library_call(frames):
             if pattern.search(frame[0]):
                 return frames[:i] or frames, code, op
     return frames, "", ""
+
+
+def _named(text):
+    """The operator that Dynamo's message names: "aten.nonzero" or "Tensor.item"."""
+    named = re.search(r"debug context: (aten\.[\w.]+)", text) or re.match(r"(?:Unsupported )?(Tensor\.\w+)\(\)", text)
+    return named[1].removesuffix(".default") if named else ""
 
 
 def _called(source):

@@ -25,11 +25,16 @@ def compile_fx_inner(gm, inputs, **kwargs):
     return compile_inner(gm, inputs, **kwargs)
 
 
-def known_config(patches):
-    """The patches that this PyTorch's Inductor knows; an unknown key would raise in `config.patch`."""
+def inductor_settings():
+    """The names of this PyTorch's Inductor settings."""
     from torch._inductor import config
 
-    known = config.get_config_copy()
+    return list(config.get_config_copy())
+
+
+def known_config(patches):
+    """The patches that this PyTorch's Inductor knows; an unknown key would raise in `config.patch`."""
+    known = set(inductor_settings())
     return {k: v for k, v in patches.items() if k in known}
 
 

@@ -209,6 +209,16 @@ def custom_operators(gm):
             yield Diagnostic.of("CB610", node)
 
 
+def setting_calls(gm):
+    """Nodes of a Dynamo graph that change a setting of the process, each with its finding.
+
+    Such a call takes effect once, while the graph is traced, and never again when it runs.
+    """
+    for node in gm.graph.nodes:
+        if node.target is torch.set_float32_matmul_precision:
+            yield node, Diagnostic.of("CB207", node)
+
+
 def without_echoes(graph_findings, composite_findings):
     """The findings of a graph without those of operators that stand for a composite found already."""
     known = {(d.code, d.file, d.line) for d in composite_findings}

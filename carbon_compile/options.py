@@ -88,5 +88,15 @@ def _checked(key, value):
     if key == "inductor":
         if not isinstance(value, dict):
             raise OptionError(f"option 'inductor' takes a dict of Inductor config values, not {value!r}")
+        _check_inductor(value)
         return tuple(sorted(value.items()))
     return value
+
+
+def _check_inductor(value):
+    from . import host
+
+    for name in value.keys() - host.known_config(value).keys():
+        near = difflib.get_close_matches(str(name), host.inductor_settings(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"option 'inductor': Inductor has no setting {name!r}{hint}")

@@ -62,7 +62,7 @@ _TABLE = (
     _error("CB204", "complex-arithmetic", "graph", "{op} computes with complex numbers"),
     _error("CB205", "float8-arithmetic", "graph", "{op} computes in an 8-bit float"),
     _warning("CB206", "tf32-enabled", "source", "TF32 is on for whatever runs outside carbon"),
-    _error("CB207", "precision-set-while-running", "source", "{op} changes the matmul precision inside compiled code"),
+    _error("CB207", "precision-set-while-running", "source graph", "{op} changes the matmul precision inside compiled code"),
     _error("CB208", "unsupported-dtype", "graph", "{op} computes in {detail}, a dtype without a rule"),
     # CB3xx: host and environment
     _error("CB301", "unsupported-version", "run", "{detail} is outside the supported range"),
