@@ -60,9 +60,9 @@ def _load_levels(
 @gluon.jit
 def _multiply_levels(
     sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-    total_plane, out_m, out_n, bias_m, bias_n,
+    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     acc = gl.zeros((BM, BN), gl.int32, L)
     low = gl.zeros((BM, BN), gl.int32, L)
@@ -85,7 +85,7 @@ def _multiply_levels(
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(acc, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
 
 
 @gluon.jit
@@ -111,9 +111,9 @@ def _load_joint(
 @gluon.jit
 def _multiply_joint(
     sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-    total_plane, out_m, out_n, bias_m, bias_n,
+    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     l0 = gl.zeros((BM, BN), gl.int32, L)
     l1 = gl.zeros((BM, BN), gl.int32, L)
@@ -164,16 +164,16 @@ def _multiply_joint(
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["has_bias"])
 def specialised_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, BIAS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_kernels.gemm_kernel`: one output tile over one span of the contraction."""
@@ -221,8 +221,8 @@ def specialised_kernel(
                 _multiply_joint if JOINT else _multiply_levels,
                 (
                     sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
-                    m0, n0, M, N, total_plane, out_m, out_n, bias_m, bias_n,
-                    D, BM, BN, STAGES, L, WORDS, HAS_BIAS,
+                    m0, n0, M, N, total_plane, out_m, out_n, bias_m, bias_n, has_bias,
+                    D, BM, BN, STAGES, L, WORDS, BIAS,
                 ),
             ),
             (

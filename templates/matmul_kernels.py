@@ -63,20 +63,54 @@ def _rounded_words(high, low):
 
 
 @triton.jit
+def _scaled(rounded, ea, eb):
+    """(RN(T) 2^h) 2^(k-h), k = ea + eb clamped to +-250, h = floor(k / 2)."""
+    # With exponents in [-100, 60] a row's and a column's power of two do the same: nothing is
+    # clamped, the first product is exact and the second one rounds as the definition's second does.
+    if (tl.max(tl.abs(ea + 20), axis=0) <= 80) & (tl.max(tl.abs(eb + 20), axis=0) <= 80):
+        c = rounded * kernels._power_of_two(ea)[:, None] * kernels._power_of_two(eb)[None, :]
+    else:
+        exponent = ea[:, None] + eb[None, :]
+        k = tl.minimum(tl.maximum(exponent, -250), 250)
+        half = k >> 1
+        c = rounded * kernels._power_of_two(half) * kernels._power_of_two(k - half)
+        c = tl.where(exponent > _POISONED, float("nan"), c)
+    return c
+
+
+@triton.jit
+def _or_minus_zero(x, present):
+    """x as binary32 where present; elsewhere -0.0, which changes nothing it is added to."""
+    bits = tl.where(present, x.to(tl.float32).to(tl.int32, bitcast=True), -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with_bias(c, bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS: tl.constexpr):
+    """c plus a bias along n (BIAS = 0), along m (1) or of both (2), if there is one."""
+    if BIAS == 0:
+        present = (n < N) & (has_bias != 0)
+        bias = tl.load(bias_ptr + n.to(tl.int64) * bias_n, mask=present, other=0)
+        c += _or_minus_zero(bias, present)[None, :]
+    elif BIAS == 1:
+        present = (m < M) & (has_bias != 0)
+        bias = tl.load(bias_ptr + m.to(tl.int64) * bias_m, mask=present, other=0)
+        c += _or_minus_zero(bias, present)[:, None]
+    else:
+        offset = m.to(tl.int64)[:, None] * bias_m + n.to(tl.int64)[None, :] * bias_n
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        c += tl.load(bias_ptr + offset, mask=mask, other=0).to(tl.float32)
+    return c
+
+
+@triton.jit
 def _store_result(
     rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
-    out_m, out_n, bias_m, bias_n, HAS_BIAS: tl.constexpr,
+    out_m, out_n, bias_m, bias_n, has_bias, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Scale in two exact steps, add the bias, round to the output type, store."""
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    exponent = ea[:, None] + eb[None, :]
-    k = tl.minimum(tl.maximum(exponent, -250), 250)
-    half = k >> 1
-    c = rounded * kernels._power_of_two(half) * kernels._power_of_two(k - half)
-    if HAS_BIAS:
-        offset = m.to(tl.int64)[:, None] * bias_m + n.to(tl.int64)[None, :] * bias_n
-        c += tl.load(bias_ptr + offset, mask=mask, other=0).to(tl.float32)
-    nan = (exponent > _POISONED) | (c != c)
+    c = _with_bias(_scaled(rounded, ea, eb), bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS)
+    nan = c != c
     element: tl.constexpr = out_ptr.dtype.element_ty
     # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
     if element == tl.bfloat16:
@@ -89,6 +123,7 @@ def _store_result(
     else:
         bits = c.to(tl.int32, bitcast=True)
         value = tl.where(nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    mask = (m < M)[:, None] & (n < N)[None, :]
     offset = m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
     tl.store(out_ptr + offset, value, mask=mask)
 
@@ -186,8 +221,8 @@ def _joint(
 @triton.jit
 def _emit(
     top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-    out_m, out_n, bias_m, bias_n,
-    D: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    out_m, out_n, bias_m, bias_n, has_bias,
+    D: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Store results, or add totals to memory."""
     total = (top.to(tl.int64) << (16 * (D - 1))) | (low.to(tl.int64) & 0xFFFFFFFF)
@@ -195,7 +230,7 @@ def _emit(
         ea = tl.load(ea_ptr + m, mask=m < M, other=0)
         eb = tl.load(eb_ptr + n, mask=n < N, other=0)
         _store_result(total.to(tl.float32), ea, eb, out_ptr, bias_ptr, m, n, M, N,
-                      out_m, out_n, bias_m, bias_n, HAS_BIAS)  # fmt: skip
+                      out_m, out_n, bias_m, bias_n, has_bias, BIAS)  # fmt: skip
     else:
         pointers = total_ptr + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
         mask = (m < M)[:, None] & (n < N)[None, :]
@@ -206,14 +241,14 @@ def _emit(
             tl.atomic_add(pointers + total_plane, total >> 32, mask=mask, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_bias"])
 def gemm_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, TMA: tl.constexpr, JOINT: tl.constexpr, BF16: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """One output tile over one span of the contraction.
 
@@ -260,20 +295,20 @@ def gemm_kernel(
         low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
         n = tile_n * BN + tl.arange(0, BN // 2)
         _emit(top0, low0, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-              out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
         _emit(top1, low1, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n + BN // 2, M, N,
-              total_plane, out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+              total_plane, out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
     else:
         n = tile_n * BN + tl.arange(0, BN)
         _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-              out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_bias"])
 def finish_kernel(
     out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
-    M, N, a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n,
-    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    M, N, a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Results from totals in memory."""
     tiles_m = tl.cdiv(M, BM)
@@ -300,7 +335,21 @@ def finish_kernel(
     out_ptr += batch.to(tl.int64) * out_b
     bias_ptr += batch.to(tl.int64) * bias_b
     _store_result(
-        rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N, out_m, out_n, bias_m, bias_n, HAS_BIAS
+        rounded,
+        ea,
+        eb,
+        out_ptr,
+        bias_ptr,
+        m,
+        n,
+        M,
+        N,
+        out_m,
+        out_n,
+        bias_m,
+        bias_n,
+        has_bias,
+        BIAS,
     )
 
 
@@ -340,12 +389,13 @@ def multiply_digits(
     m, n = qa.rows, qb.rows
     elements = batch * m * n
     strides, has_bias = (m * n, n, 1), bias_strides is not None
-    bias_strides = bias_strides or (0, 0, 0)
+    bias_strides = bias_strides or (0, 0, 1)  # as a vector's: one kernel for both
     if plan.swap:
         # Tensor cores have a tall side; few rows go on the other one, as C^T = B^T A^T.
         qa, qb, m, n = qb, qa, n, m
         strides = (strides[0], strides[2], strides[1])
         bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
+    along = 0 if bias_strides[1] == 0 else 1 if bias_strides[2] == 0 else 2
     planes = DIGITS[window]
     out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
     total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
@@ -361,11 +411,11 @@ def multiply_digits(
     arguments = (
         *operands, out, total, bias, qa.exponents, qb.exponents,
         m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, elements,
-        *strides, *bias_strides,
+        *strides, *bias_strides, int(has_bias),
     )  # fmt: skip
     constants = dict(
         D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
-        JOINT=plan.joint, HAS_BIAS=has_bias, **launch.STRICT,
+        JOINT=plan.joint, BIAS=along, **launch.STRICT,
     )  # fmt: skip
     if plan.specialised:
         from carbon_compile.templates import matmul_hopper
@@ -387,8 +437,8 @@ def multiply_digits(
         recipe.launch(
             finish_kernel, triton.cdiv(m, bm) * triton.cdiv(n, bn) * batch,
             out, total, bias, qa.exponents, qb.exponents,
-            m, n, a_batch, b_batch, elements, *strides, *bias_strides,
-            BM=bm, BN=bn, WORDS=plan.words, HAS_BIAS=has_bias, num_warps=4, **launch.STRICT,
+            m, n, a_batch, b_batch, elements, *strides, *bias_strides, int(has_bias),
+            BM=bm, BN=bn, WORDS=plan.words, BIAS=along, num_warps=4, **launch.STRICT,
         )  # fmt: skip
 
 

@@ -490,6 +490,7 @@ b = torch.randn(150, 19, generator=g) * torch.exp(2 * torch.randn(150, 19, gener
 a[3], b[:, 5], b[20], a[6], a[7] = 0, 0, 0, a[6] * 1e-42, a[7] * 3e37
 a[4, 7], b[9, 3] = float("inf"), float("nan")
 b[21] *= 1e-41
+b[:, 4] *= 1e-40  # products that vanish keep their sign
 bias = torch.randn(19, generator=g)
 
 def bits(x):
