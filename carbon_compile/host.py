@@ -6,6 +6,7 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 import contextlib
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx.node import _get_qualified_name as qualified_name  # noqa: F401
 
 
@@ -86,6 +87,13 @@ def real_tensors():
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def data_dependent(value):
+    """Whether a node's fake value has a size that only the data knows."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols([v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]))
 
 
 # Inductor writes this string behind `-ffp-contract=`, and nothing else lets a flag through. It always

@@ -51,7 +51,10 @@ class Judge(fx.Interpreter):
         self.report.add(finding)
         if self.report.policy.decide(finding) == "refuse":
             self._row(node, "refuse", "9", code)
-            return tree_map(_stand_in, node.meta["val"])
+            if not host.data_dependent(node.meta["val"]):
+                return tree_map(_stand_in, node.meta["val"])
+            with registry.as_stock():  # only the operator itself can make a size that the data decides
+                return super().run_node(node)
         self._row(node, "allowed", "9", code)
         with registry.as_stock(), host.new_targets(self.stock):
             return super().run_node(node)

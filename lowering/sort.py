@@ -9,7 +9,7 @@ import torch
 from ..templates.scan import places
 from . import prims as P
 from .pointwise import LIBRARY
-from .registry import rule, template
+from .registry import Refusal, rule, template
 from .scan import order_key
 
 aten = torch.ops.aten
@@ -172,3 +172,20 @@ def nanmedian(x):
 def mode(x, dim=-1, keepdim=False):
     """The value met most often, the smallest of several such, and the lowest index that holds it."""
     return _squeezed(MODE(x, dim), dim, keepdim)
+
+
+@rule("aten.searchsorted.Scalar", section="3", integers="rule")
+def searchsorted_scalar(sorted_sequence, value, **options):
+    """Where the number goes, in the common type of both."""
+    dtype = torch.result_type(sorted_sequence, value)
+    return aten.searchsorted.Tensor(P.cast(sorted_sequence, dtype), P.scalar(value, sorted_sequence, dtype), **options)
+
+
+@rule("aten.bucketize.Scalar", section="3", integers="rule")
+def bucketize_scalar(value, boundaries, **options):
+    return searchsorted_scalar(boundaries, value, **options)
+
+
+@rule("aten._unique2.default", "aten.unique_dim.default", "aten.unique_consecutive.default", "aten.unique_dim_consecutive.default", section="3")
+def unique(x, *arguments, **options):
+    raise Refusal("CB101", "which zero and how many NaN are unique differs by device; integers have a rule")

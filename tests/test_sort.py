@@ -7,6 +7,7 @@ import torch
 
 from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.diagnostics import Refused
 from carbon_compile.hashing import fingerprint
 from carbon_compile.lowering import registry
 from carbon_compile.lowering import sort as L
@@ -92,6 +93,7 @@ def orders(x):
     y = [*x.sort(1), *x.sort(dim=0, descending=True, stable=True), x.argsort(-1), torch.argsort(x, dim=1, stable=True), x.msort()]
     y += [*x.topk(3, 1), *x.topk(2, 0, largest=False), *x.kthvalue(2, 1), *x.median(1), *x.nanmedian(0, keepdim=True), x.median(), x.nanmedian()]
     y += [x.mode(1).values, x[0, 0].sort().values, x[0, 0].median(), x[0, 0].topk(1).values, x[:0].sort(0).values, x[:, :0].topk(0).values, x[:0].sum(0).median()]
+    y += [torch.searchsorted(x[0].detach().sort().values, 1), torch.bucketize(x.detach()[0, 0], x[0].detach().sort().values, right=True)]
     y += [torch.searchsorted(x[0].detach().sort().values, x[1].detach()), torch.bucketize(x.detach(), x[0].detach().sort().values)]
     return tuple(y)
 
@@ -132,6 +134,15 @@ def test_symbolic_sizes_give_the_same_bits():
         x = ties(*shape)
         for a, b in zip(step(x), (*L.sort(x, 1), *L.topk(x, 2, 1), *L.median_dim(x, 1)), strict=True):
             assert_bitwise(a, b)
+
+
+def test_unique_integers_compiled_and_floats_refused():
+    x = torch.tensor([3, 1, 3, 2, 1])
+    step = torch.compile(lambda x: torch.unique(x, return_inverse=True, return_counts=True), backend=carbon, fullgraph=True)
+    for ours, theirs in zip(step(x), torch.unique(x, return_inverse=True, return_counts=True), strict=True):
+        assert_bitwise(ours, theirs)
+    with pytest.raises(Refused, match="which zero"):
+        torch.compile(lambda x: torch.unique(x) * 2.0, backend=carbon, fullgraph=True)(x.float())
 
 
 LARGE = {
