@@ -14,7 +14,7 @@ kernels in `matmul_kernels`. K = 1 is the IEEE product. Every NaN returned is th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,17 +42,19 @@ def exact_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     engine: str = "int8",
+    transposed: bool = False,
 ) -> Tensor:
     """The exact product of a [M, K] and b [K, N], any strides: [M, N] in `out_dtype`.
 
     `window` is 16 (X2) or 24 (X3). `balance` is "none"; "weight", when b is a weight; or
     "gradient", when a is A^T [features, tokens] and b is dC [tokens, N] of a weight's gradient.
     `bias` broadcasts to [M, N] and is added in binary32 before the one rounding to `out_dtype`.
-    `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine.
+    `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine. The result is
+    contiguous, or if `transposed` the transpose of a contiguous [N, M].
 
     Raises TypeError for other operand types and ValueError for shapes that do not match.
     """
-    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine, transposed)
 
 
 def exact_bmm(
@@ -74,6 +76,29 @@ def exact_bmm(
     return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
 
 
+def precompile(products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device) -> None:
+    """Compile what later products on a CUDA `device` launch, in parallel, before the first of them.
+
+    `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
+    strides and types of tensors are read: fake ones do. Nothing else changes if this is not called.
+    """
+    from carbon_compile.templates import matmul_kernels
+
+    calls = []
+    for a, b, options in products:
+        shape = (*a.shape[:-1], b.shape[-1])
+        bias = options.get("bias")
+        if math.prod(shape) and a.shape[-1] > 1:
+            calls.append((
+                a, b, options["window"], options.get("balance", "none"),
+                None if bias is None else bias.expand(shape),
+                options.get("out_dtype", torch.float32), options.get("engine", "int8"),
+                options.get("transposed", False),
+            ))  # fmt: skip
+    with torch.cuda.device(device):
+        matmul_kernels.precompile(calls, torch.device(device))
+
+
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
     """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}."""
     if device is None or torch.device(device).type != "cuda":
@@ -81,11 +106,13 @@ def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None
     return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device)).describe()
 
 
-def _product(a, b, dim, balances, window, balance, bias, out_dtype, engine) -> Tensor:
+def _product(
+    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False
+) -> Tensor:
     signature = None
     if a.is_cuda:
         # What was checked and prepared once is replayed: this is all the Python of a product.
-        signature = _signature(a, b, window, balance, bias, out_dtype, engine)
+        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed)
         prepared = launch.prepared.get(signature)
         if prepared is not None:
             out = prepared(a, b, bias)
@@ -94,16 +121,16 @@ def _product(a, b, dim, balances, window, balance, bias, out_dtype, engine) -> T
     _check(a, b, dim, window)
     if balance not in balances:
         raise ValueError(f"balance must be one of {balances}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine, signature)
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature)
 
 
-def _signature(a, b, window, balance, bias, out_dtype, engine) -> tuple:
+def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False) -> tuple:
     """All that the launches of a product depend on: also the alignment of addresses, for which
     kernels are specialised."""
     key = (
         a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(),
         b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(),
-        window, balance, out_dtype, engine,
+        window, balance, out_dtype, engine, transposed,
     )  # fmt: skip
     if bias is None:
         return key
@@ -125,27 +152,28 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
-def _dispatch(a, b, window, balance, bias, out_dtype, engine, signature) -> Tensor:
+def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature) -> Tensor:
     shape = (*a.shape[:-1], b.shape[-1])
     k = a.shape[-1]
     if bias is not None:
         bias = bias.expand(shape)
     if math.prod(shape) == 0:
-        return a.new_empty(shape, dtype=out_dtype)
+        return empty(a, b, out_dtype, transposed)
     if k == 0 or k == 1 and balance != "keys":
         product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
-        return _finish(product, bias, out_dtype, nans=True)
+        product = _finish(product, bias, out_dtype, nans=True)
+        return empty(a, b, out_dtype, transposed).copy_(product) if transposed else product
     if a.is_cuda:
         from carbon_compile.templates import matmul_kernels
 
         with torch.cuda.device_of(a):  # Triton launches on the current device
             return matmul_kernels.multiply(
-                a, b, window, balance, bias, out_dtype, engine, signature=signature
+                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature
             )
-    return _multiply(a, b, window, balance, bias, out_dtype)
+    return _multiply(a, b, window, balance, bias, out_dtype, transposed)
 
 
-def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
+def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
     """The CPU twin, a block of rows at a time so that what is in between stays in cache."""
     d = None
     if balance == "weight":
@@ -155,7 +183,7 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
     elif balance == "keys":
         d = twin.key_exponents(b)
     qb = twin.quantize_keys(b, window, d) if balance == "keys" else _quantize_once(b, window, d)
-    out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+    out = empty(a, b, out_dtype, transposed)
     for rows in _row_blocks(a, b):
         if balance == "keys":
             qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1)
@@ -167,6 +195,14 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
         block_bias = None if bias is None else bias[rows]
         out[rows] = _finish(scaled, block_bias, out_dtype, nans=poisoned)
     return out
+
+
+def empty(a: Tensor, b: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """Room for the product: contiguous, or the transpose of what is."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    if not transposed:
+        return torch.empty(shape, dtype=dtype, device=a.device)
+    return torch.empty_strided(shape, (1, shape[0]), dtype=dtype, device=a.device)
 
 
 def _row_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, ...]]:

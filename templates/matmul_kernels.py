@@ -12,6 +12,10 @@ numbers and empties its binary32 accumulator before it can round: same integers,
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from carbon_compile.templates import launch
 from carbon_compile.templates import quantize_kernels as kernels
+from carbon_compile.templates.matmul import empty
 from carbon_compile.templates.matmul_recipe import (
     BIAS,
     OUT,
@@ -365,18 +370,25 @@ def quantize_operands(
     return kernels.quantize(recipe, rows, columns, window, balance, transposed)
 
 
-def prepare(a, b, window, balance, bias, engine="int8", plan=None) -> Recipe:
+def prepare(
+    a, b, window, balance, bias, engine="int8", transposed=False, plan=None, device=None
+) -> Recipe:
     """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
-    the result's shape. The first `quantising` of them make digits."""
+    the result's shape. The first `quantising` of them make digits. A `transposed` result is laid
+    out as C^T."""
     recipe = Recipe()
     qa, qb = quantize_operands(recipe, a, b, window, balance)
     recipe.quantising = len(recipe.launches)
+    bias_strides = None if bias is None else (0, *bias.stride())[-3:]
+    if transposed:  # the row-major C^T = B^T A^T
+        qa, qb = qb, qa
+        if bias is not None:
+            bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
     batch = a.shape[0] if a.dim() == 3 else 1
     plan = plan or launch.gemm_plan(
-        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(a.device), engine
+        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(device or a.device), engine
     )
     recipe.plan = plan
-    bias_strides = None if bias is None else (0, *bias.stride())[-3:]
     multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan)
     return recipe
 
@@ -443,15 +455,26 @@ def multiply_digits(
 
 
 def multiply(
-    a, b, window, balance, bias, out_dtype, engine="int8", plan=None, signature=None
-) -> Tensor:
+    a, b, window, balance, bias, out_dtype, engine="int8", transposed=False, plan=None,
+    signature=None,
+) -> Tensor:  # fmt: skip
     """The product by the ordinary way; by its signature, where it has one, later ones replay it."""
-    recipe = prepare(a, b, window, balance, bias, engine, plan)
-    out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype, device=a.device)
+    recipe = prepare(a, b, window, balance, bias, engine, transposed, plan)
+    out = empty(a, b, out_dtype, transposed)
     recipe.run((a, b, bias, out, *recipe.scratch(a.device)))
     if signature is not None and recipe.replays:
         launch.keep(signature, Replay(recipe, out))
     return out
+
+
+def precompile(products: Iterable[tuple], device: torch.device) -> None:
+    """Compile what products (a, b, window, balance, bias, out_dtype, engine, transposed) launch."""
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        for a, b, window, balance, bias, out_dtype, engine, transposed in products:
+            recipe = prepare(a, b, window, balance, bias, engine, transposed, device=device)
+            recipe.warm((a.dtype, b.dtype, None if bias is None else bias.dtype, out_dtype))
 
 
 class Replay:

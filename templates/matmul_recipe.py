@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Buffers: the caller's operands and bias, the result, scratch, and scratch that starts as zeros.
@@ -109,6 +110,13 @@ class Recipe:
         if launches == slice(None) and triton.__version__.startswith(_REPLAYS):
             self._compiled = [_compiled(*pair) for pair in compiled if pair[1] is not None]
 
+    def warm(self, types: Sequence[torch.dtype | None]) -> None:
+        """Compile the launches, for aligned buffers of these types; within Triton's
+        `AsyncCompileMode` this only hands them to its threads."""
+        for step in self.launches:
+            arguments = [_stand_ins(types, argument) for argument in step.arguments]
+            step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
+
     @property
     def replays(self) -> bool:
         """Whether `replay` may take the place of `run`."""
@@ -143,18 +151,26 @@ def view(buffers: Sequence[Tensor | None], block: Block) -> Tensor:
 
 
 def _tensors(buffers, argument):
-    if isinstance(argument, Block):
-        return view(buffers, argument)
-    if not isinstance(argument, Tiles):
-        return argument
-    base = view(buffers, argument.block)
-    shape, strides = [argument.rows, argument.columns], [argument.columns, 1]
-    tile = [argument.height, argument.width]
-    if argument.swizzled:
-        from carbon_compile.templates import matmul_hopper
+    if isinstance(argument, Tiles):
+        return _descriptor(argument, view(buffers, argument.block))
+    return view(buffers, argument) if isinstance(argument, Block) else argument
 
-        return matmul_hopper.descriptor(base, shape, strides, tile)
-    return TensorDescriptor(base, shape, strides, tile)
+
+def _stand_ins(types, argument):
+    if isinstance(argument, Tiles):
+        return _descriptor(argument, MockTensor(argument.block.dtype))
+    if isinstance(argument, Block):
+        return MockTensor(argument.dtype or types[argument.buffer])
+    return argument
+
+
+def _descriptor(tiles: Tiles, base):
+    shape, strides = [tiles.rows, tiles.columns], [tiles.columns, 1]
+    if not tiles.swizzled:
+        return TensorDescriptor(base, shape, strides, [tiles.height, tiles.width])
+    from carbon_compile.templates import matmul_hopper
+
+    return matmul_hopper.descriptor(base, shape, strides, [tiles.height, tiles.width])
 
 
 def _compiled(step: Launch, kernel) -> tuple:

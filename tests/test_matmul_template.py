@@ -272,6 +272,16 @@ def test_threads_strides_and_row_slices(window):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
+def test_transposed_result(window):
+    for k in (0, 1, 30):
+        a, b, bias = wild(20, k), wild(k, 9, seed=1), wild(9, seed=2)
+        for m in (0, 1, 20):
+            want = exact_mm(a[:m], b, window=window, balance="gradient", bias=bias)
+            got = exact_mm(a[:m], b, window=window, balance="gradient", bias=bias, transposed=True)
+            assert same(got, want) and got.t().is_contiguous()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 def test_bmm_is_mm_per_batch(window):
     a, b = wild(4, 9, 33), wild(4, 33, 10, seed=1)
     got = exact_bmm(a, b, window=window)
@@ -507,6 +517,11 @@ for window in (16, 24):
         for words in ({1, 2} if plan.words else {0}):
             got = matmul_kernels.multiply(x, y, window, balance, bias.expand(21, 19), dtype, plan=replace(plan, words=words))
             assert torch.equal(bits(got), bits(want)), (window, balance, dtype, plan, words)
+    for plan in (levels, joint):
+        plan = launch.split(plan, 256, window, 1)
+        got = matmul_kernels.multiply(a, b, window, "weight", bias.expand(21, 19), torch.float32, transposed=True, plan=plan)
+        assert got.t().is_contiguous()
+        assert torch.equal(bits(got), bits(matmul.exact_mm(a, b, window=window, balance="weight", bias=bias)))
     x, y = a[:20].view(2, 10, 150), b[:, :8].expand(2, 150, 8)
     got = matmul_kernels.multiply(x, y, window, "none", None, torch.float32, plan=launch.split(levels, 256, window, 1))
     assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window)))
@@ -629,7 +644,7 @@ def test_signatures_tell_products_apart():
         {"a": a.bfloat16()}, {"b": torch.zeros(61)[1:].view(12, 5)}, {"b": b[:, :4]},
         {"window": 16}, {"balance": "none"},
         {"bias": bias}, {"bias": bias.bfloat16()}, {"bias": torch.zeros(6)[1:]}, {"bias": bias[None]},
-        {"out_dtype": torch.float16}, {"engine": "bf16"},
+        {"out_dtype": torch.float16}, {"engine": "bf16"}, {"transposed": True},
     ]  # fmt: skip
     keys = [matmul._signature(**{"a": a, "b": b, **options, **change}) for change in changes]
     assert len(set(keys)) == len(keys)
@@ -699,6 +714,26 @@ def on_gpu(x):
     """A copy with the same strides and the same alignment."""
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_precompiled_products_compile_nothing_more(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    a, b, bias = wild(96, 640), wild(640, 80, seed=1), wild(80, seed=2)
+    cases = [
+        (a, b, dict(window=16, balance="weight", bias=bias)),
+        (a, b, dict(window=24, balance="gradient", transposed=True, out_dtype=torch.bfloat16)),
+        (a.expand(2, 96, 640), b.expand(2, 640, 80), dict(window=24, balance="keys")),
+    ]
+    matmul.precompile([(x.to("meta"), y.to("meta"), o) for x, y, o in cases], "cuda")
+    monkeypatch.setattr(JITFunction, "_do_compile", None)
+    for x, y, o in cases:
+        product = exact_mm if x.dim() == 2 else exact_bmm
+        want = product(x, y, **o)
+        o = {k: v.cuda() if k == "bias" else v for k, v in o.items()}
+        assert same(product(x.cuda(), y.cuda(), **o).cpu(), want)
 
 
 @pytest.mark.gpu
