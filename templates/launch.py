@@ -40,7 +40,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one product runs; `swap` computes C^T = B^T A^T, `span` is a split's contraction."""
+    """How one product runs; `swap` computes C^T = B^T A^T, `span` is a split's contraction.
+
+    `programs`, if any, limits how many a specialised schedule runs: they take turns on the tiles.
+    """
 
     bm: int
     bn: int
@@ -56,6 +59,7 @@ class Plan:
     words: int = 0
     splits: int = 1
     engine: str = "int8"
+    programs: int = 0
 
     def describe(self) -> dict:
         """The verdict table's columns."""
@@ -67,6 +71,7 @@ class Plan:
             "stages": self.stages,
             "schedule": ("joint" if self.joint else "levels")
             + (", specialised" if self.specialised else "")
+            + (", persistent" if self.programs else "")
             + (", swapped" if self.swap else ""),
         }
 
@@ -262,13 +267,14 @@ _JOINT = {
          (64, 16, 128, 4, 4)],
 }  # fmt: skip
 _SPECIALISED = [(128, 256, 128, 8, 4), (256, 128, 128, 8, 4), (128, 128, 128, 8, 6)]
+# Four warps: two programs a multiprocessor, so that one multiplies while the other stores.
 _SPECIALISED_JOINT = {
-    16: [(128, 128, 64, 8, 6), (128, 128, 128, 8, 3)],
-    24: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 128, 128, 8, 2)],
+    16: [(128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 128, 4, 2)],
+    24: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 128, 128, 8, 2), (64, 128, 64, 4, 3)],
 }
 
 
-def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
+def variants(chosen: Plan, padded: int, window: int, sms: int = 132) -> list[Plan]:
     """Plans worth timing beside a chosen one: tiles and schedules, splits around its own."""
     splits = {chosen.splits, max(1, chosen.splits // 2), chosen.splits * 2}
     families = (
@@ -277,17 +283,19 @@ def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
         (False, True, _SPECIALISED),
         (True, True, _SPECIALISED_JOINT[window]),
     )
-    return [
+    plans = [
         split(
             replace(chosen, bm=bm, bn=bn, bk=min(bk, padded), warps=warps, stages=stages,
-                    joint=joint, specialised=specialised, tma=True),
+                    joint=joint, specialised=specialised, tma=True, programs=programs),
             padded, window, s,
         )
         for joint, specialised, shapes in families
         for bm, bn, bk, warps, stages in shapes
         if chosen.swap == (bn <= 32)
         for s in sorted(splits if chosen.splits > 1 else {1})
+        for programs in ((0, sms) if specialised and warps == 8 else (0,))
     ]  # fmt: skip
+    return list(dict.fromkeys(plans))
 
 
 def plan_as_dict(plan: Plan) -> dict:

@@ -432,10 +432,11 @@ def multiply_digits(
     if plan.specialised:
         from carbon_compile.templates import matmul_hopper
 
-        warps = matmul_hopper.WARPS
+        if plan.warps == 4:
+            constants["maxnreg"] = 128  # two programs a multiprocessor
         recipe.launch(
-            matmul_hopper.specialised_kernel, grid, *arguments, **constants,
-            STAGES=plan.stages, NUM_WARPS=warps, num_warps=warps,
+            matmul_hopper.specialised_kernel, min(grid, plan.programs or grid), *arguments, grid,
+            **constants, STAGES=plan.stages, NUM_WARPS=plan.warps, num_warps=plan.warps,
         )  # fmt: skip
     else:
         recipe.launch(

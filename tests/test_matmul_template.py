@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -607,6 +608,7 @@ def recipes():
     yield a, b, "none", None, launch.split(launch.Plan(32, 32, 64, 4, 1), 256, 24, 3)
     yield a, b, "weight", bias, levels
     yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
+    yield a, b, "none", None, launch.split(replace(joint, programs=1), 256, 24, 2)
     yield a, b, "weight", bias, swapped
     yield (
         wild(2, 5, 9000),
