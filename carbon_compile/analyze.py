@@ -9,7 +9,14 @@ from . import environment, host
 from .diagnostics import Diagnostic, Policy, Report
 from .escapes import LintListener
 from .graph_lint import diagnose_break
-from .judge import Judge, composite_findings, custom_operators, setting_calls, uninitialised_reads, without_echoes
+from .judge import (
+    Judge,
+    composite_findings,
+    custom_operators,
+    setting_calls,
+    uninitialised_reads,
+    without_echoes,
+)
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
@@ -61,18 +68,28 @@ def _fake_copies(mode, tree, device):
     fn, args, kwargs = tree
     with mode:
         if isinstance(fn, torch.nn.Module):
-            fn = copy.deepcopy(fn)
-            fn = fn.to(device) if device is not None else fn
+            # The copies of tensors are ready when deepcopy looks for them: it would copy their storage.
+            fn = copy.deepcopy(fn, {id(t): _fake(mode, t, device) for t in _tensors_of(fn)})
         convert = lambda t: _fake(mode, t, device)  # noqa: E731
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, convert, (args, kwargs))
     return fn, args, kwargs
+
+
+def _tensors_of(module):
+    """Parameters, buffers and plain attributes."""
+    for part in module.modules():
+        for values in (part._parameters, part._buffers, part.__dict__):
+            yield from (t for t in values.values() if isinstance(t, torch.Tensor))
 
 
 def _fake(mode, tensor, device):
     if isinstance(tensor, torch._subclasses.FakeTensor):
         return tensor
     fake = mode.from_tensor(tensor, static_shapes=True)
-    return fake if device is None else fake.to(device).detach().requires_grad_(tensor.requires_grad)
+    if device is None:
+        return fake
+    moved = fake.to(device).detach().requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
 
 
 def _require_gradients(fn, args):

@@ -5,9 +5,12 @@ Like host.py; checked on 2.11.0 and 2.13.0.
 
 import contextvars
 import functools
+import logging
 import os
+import re
 import sys
 import traceback
+import warnings
 
 import torch
 
@@ -27,6 +30,28 @@ def settings(**values):
     from torch._dynamo import config
 
     return config.patch(**values)
+
+
+_MESSAGES = re.compile(r"(debug|info|warn|error|exception|critical|fatal|log)")
+
+
+class _Functions(dict):
+    """A set of functions that 2.11 can write into its log: as JSON it is an empty dict."""
+
+    def items(self):
+        return ()
+
+
+def quiet_settings():
+    """Settings under which output breaks no graph: what is printed or warned of appears when the graph
+    has run, and messages to loggers are dropped."""
+    from torch._dynamo import config
+
+    loggers = {f for owner in (logging, logging.Logger) for name, f in vars(owner).items() if callable(f) and _MESSAGES.match(name)}
+    return {
+        "reorderable_logging_functions": config.reorderable_logging_functions | {print, warnings.warn},
+        "ignore_logging_functions": _Functions.fromkeys([*config.ignore_logging_functions, *loggers]),
+    }
 
 
 def graph_breaks():

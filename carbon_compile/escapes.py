@@ -8,6 +8,7 @@ Python runs, and is refused, warned of or allowed like any other.
 import contextlib
 import os
 import sys
+import sysconfig
 import warnings
 from dataclasses import replace
 
@@ -25,15 +26,17 @@ class Conversion:
     """One frame while Dynamo converts it.
 
     error: what ended the conversion, set by `dynamo.listen`. escaped: the code of what let the frame
-    run uncompiled. suppressing: whether the user's settings would swallow errors.
+    run uncompiled. suppressing, strict: the user's own settings for errors and for the recompile limit.
     """
 
     def __init__(self, watch, frame):
         self.watch, self.frame, self.error, self.escaped = watch, frame, None, ""
         self.name = dynamo.function_label(frame.f_code, frame.f_locals)
         self.suppressing = dynamo.setting("suppress_errors")
+        self.strict = dynamo.setting("fail_on_recompile_limit_hit")
         self._breaks = len(dynamo.graph_breaks())
         self._settings = contextlib.ExitStack()
+        self.set(**dynamo.quiet_settings())
 
     def set(self, **settings):
         """Dynamo's settings for this conversion only."""
@@ -46,7 +49,7 @@ class Conversion:
     def breaks(self):
         """Findings for the graph breaks that were met since this was asked last."""
         met = dynamo.graph_breaks()
-        new, self._breaks = met[min(self._breaks, len(met)):], len(met)  # fmt: skip
+        new, self._breaks = met[min(self._breaks, len(met)) :], len(met)
         # Dynamo traces a frame again after a break, and then notes it again.
         found = dict.fromkeys(map(diagnose_reason, new))
         return [self._placed(d) for d in found if d is not None]
@@ -54,7 +57,8 @@ class Conversion:
     def skipped(self):
         """Findings for a frame that Dynamo leaves to Python although it may compute something."""
         if dynamo.is_unsupported(self.error):
-            return [self._placed(diagnose_break(self.error))] if dynamo.has_tensors(self.frame) else []
+            computes = dynamo.has_tensors(self.frame) and not _is_standard_library(self.frame.f_code.co_filename)
+            return [self._placed(diagnose_break(self.error))] if computes else []
         module = self.frame.f_locals.get("self")
         if dynamo.setting("disable"):
             return [self._here("CB604", "torch._dynamo.config.disable")]
@@ -74,6 +78,13 @@ class Conversion:
         place, called_from = user_frame(dynamo.python_stack(self.frame))
         file, line, source = place or (None, None, "")
         return Diagnostic(code, detail, self.name, file, line, source, called_from=called_from)
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def _is_standard_library(file):
+    return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
 class Listener:
@@ -138,7 +149,7 @@ class Watch(Listener):
         code = conversion.frame.f_code
         found = Diagnostic("CB602", str(error.__cause__ or "").partition("\n")[0], conversion.name, code.co_filename, code.co_firstlineno)
         self._judge([found], error)
-        conversion.end()
+        conversion.set(fail_on_recompile_limit_hit=conversion.strict)
         conversion.escaped = "CB602"
         return True
 

@@ -127,8 +127,10 @@ _CAUSES = (
 
 # Breaks at which nothing is computed outside a graph: backward() runs the graphs that were compiled
 # with their forward, and an optimizer's step stops once to switch gradients off. A learning-rate
-# scheduler wraps the step in a function that Dynamo leaves to Python; what it calls is compiled.
+# scheduler wraps the step in a function that Dynamo leaves to Python; what it calls is compiled. What
+# is printed or logged doesn't come back.
 _HARMLESS = (
+    re.compile(r"logging\.Logger method|builtin operator `print`|`_?warnings\.warn`"),
     re.compile(r"Unsupported Tensor\.backward\(\)|torch\.autograd\.grad"),
     re.compile(r"`Optimizer\.zero_grad`"),
     re.compile(r"the function `\w+\.step` in file `[^`]*torch[/\\]optim[/\\]"),
@@ -139,7 +141,7 @@ _LIBRARIES = (
     (re.compile(r"torch[/\\]nn[/\\]parallel[/\\]"), "CB502", "DistributedDataParallel"),
     (re.compile(r"[/\\]triton[/\\](?:runtime|compiler|backends)[/\\]"), "CB611", ""),
 )
-_OPTIMIZER_STEP = re.compile(r"torch[/\\]optim[/\\]optimizer\.py$")
+_HARMLESS_FILES = re.compile(r"torch[/\\]optim[/\\]optimizer\.py$|[/\\]logging[/\\]__init__\.py$|[/\\]warnings\.py$")
 
 
 def diagnose_break(error: BaseException) -> Diagnostic:
@@ -167,7 +169,7 @@ def diagnose_reason(reason) -> Diagnostic | None:
     None where it ends because the function does, or where Python then computes nothing."""
     if reason is None or not reason.graph_break or any(pattern.search(reason.reason) for pattern in _HARMLESS):
         return None
-    if reason.user_stack and _OPTIMIZER_STEP.search(reason.user_stack[-1].filename):
+    if reason.user_stack and _HARMLESS_FILES.search(reason.user_stack[-1].filename):
         return None
     frames = [(frame.filename, frame.lineno, frame.line or "") for frame in reason.user_stack]
     return _break_at(reason.reason, frames)
@@ -181,6 +183,8 @@ def _break_at(text: str, frames: Iterable[tuple[str, int, str]]) -> Diagnostic:
         shown = f"{text}\n{source}"
         code = next((code for pattern, code in _CAUSES if pattern.search(shown)), "CB601")
     detail = text.strip().partition("\n")[0].strip()
+    if detail == "step_unsupported":
+        detail = "Dynamo can't resume after this line, so the rest of the function runs in Python"
     op = op or ("" if code == "CB601" else _named(text) or _called(source))
     return Diagnostic(code, detail, op, file, line, source.strip(), called_from=called_from)
 
