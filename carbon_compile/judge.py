@@ -75,7 +75,7 @@ def _stand_in(value):
     return value
 
 
-_PRODUCTS = {"mm": 3, "bmm": 2}  # where the window stands among the arguments
+_PRODUCTS = {"mm": 3, "bmm": 2, "attention_scores": 2, "bmm_keys": 2}  # where the window stands among the arguments
 
 
 def _chosen(node):

@@ -13,13 +13,9 @@ from ..templates import matmul as templates
 from . import policy, random, softmax
 from . import prims as P
 from .composed import compose, derivative
-from .matmul import BMM
+from .matmul import BMM, define_product
 from .pointwise import LIBRARY
-from .registry import Refusal, composite, refuse, template
-
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-LIBRARY.define("attention_scores(Tensor q, Tensor k, int window) -> Tensor", tags=_TAGS)
-LIBRARY.define("bmm_keys(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", tags=_TAGS)
+from .registry import Refusal, composite, refuse
 
 
 def _scores(q, k, window):
@@ -32,22 +28,18 @@ def _bmm_keys(a, b, window, dtype):
     return templates.exact_bmm(a, b, window=window, balance="keys", out_dtype=dtype)
 
 
-LIBRARY.impl("attention_scores", _scores, "CompositeExplicitAutograd")
-LIBRARY.impl("bmm_keys", _bmm_keys, "CompositeExplicitAutograd")
-SCORES = template("attention_scores", "5")
-KEYS = template("bmm_keys", "5")
-
-
-@torch.library.register_fake("carbon::attention_scores", lib=LIBRARY)
 def _scores_fake(q, k, window):
     torch._check(q.shape[2] == k.shape[2], lambda: f"queries of {q.shape[2]} features do not fit keys of {k.shape[2]}")
     return q.new_empty((q.shape[0], q.shape[1], k.shape[1]), dtype=torch.float32)
 
 
-@torch.library.register_fake("carbon::bmm_keys", lib=LIBRARY)
 def _bmm_keys_fake(a, b, window, dtype):
     torch._check(a.shape[2] == b.shape[1], lambda: f"bmm_keys cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
+
+
+SCORES = define_product("attention_scores", "5", "(Tensor q, Tensor k, int window) -> Tensor", _scores, _scores_fake)
+KEYS = define_product("bmm_keys", "5", "(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", _bmm_keys, _bmm_keys_fake)
 
 
 def _scores_setup(ctx, inputs, output):

@@ -16,38 +16,52 @@ from . import prims as P
 from .pointwise import LIBRARY
 from .registry import composite, rule, template
 
-LIBRARY.define("mm(Tensor a, Tensor b, Tensor? bias, int window, str balance, ScalarType dtype) -> Tensor", tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-LIBRARY.define("bmm(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+
+def define_product(name, section, schema, implementation, fake):
+    """Define `carbon::<name>` and the same kernel without autograd, `carbon::<name>_kernel`.
+
+    Compiled graphs call the second: their autograd is over, and passing through the Python layer of
+    a registered derivative costs more host time than the launches of a product.
+    """
+    for each in (name, f"{name}_kernel"):
+        LIBRARY.define(each + schema, tags=_TAGS)
+        LIBRARY.impl(each, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"carbon::{each}", fake, lib=LIBRARY)
+    kernel = template(f"{name}_kernel", section)
+
+    @rule(f"carbon.{name}.default", section=section, verdict="template", integers="rule")
+    def call_kernel(*args):
+        return kernel(*args)
+
+    return template(name, section)
 
 
 def _mm(a, b, bias, window, balance, dtype):
     if balance == "gradient_transposed":  # (A^T dC)^T, written in the layout of a transposed weight
-        return templates.exact_mm(b.t(), a.t(), window=window, balance="gradient", out_dtype=dtype).t().contiguous()
+        return templates.exact_mm(b.t(), a.t(), window=window, balance="gradient", out_dtype=dtype, transposed=True).t()
     return templates.exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype)
 
 
-def _bmm(a, b, window, dtype):
-    return templates.exact_bmm(a, b, window=window, out_dtype=dtype)
-
-
-LIBRARY.impl("mm", _mm, "CompositeExplicitAutograd")
-LIBRARY.impl("bmm", _bmm, "CompositeExplicitAutograd")
-MM = template("mm", "4")
-BMM = template("bmm", "4")
-
-
-@torch.library.register_fake("carbon::mm", lib=LIBRARY)
 def _mm_fake(a, b, bias, window, balance, dtype):
     torch._check(a.dim() == 2 and b.dim() == 2, lambda: f"mm takes 2-D operands, got {a.dim()}-D and {b.dim()}-D")
     torch._check(a.shape[1] == b.shape[0], lambda: f"mm cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
-@torch.library.register_fake("carbon::bmm", lib=LIBRARY)
+def _bmm(a, b, window, dtype):
+    return templates.exact_bmm(a, b, window=window, out_dtype=dtype)
+
+
 def _bmm_fake(a, b, window, dtype):
     torch._check(a.dim() == 3 and b.dim() == 3, lambda: f"bmm takes 3-D operands, got {a.dim()}-D and {b.dim()}-D")
     torch._check(a.shape[2] == b.shape[1], lambda: f"bmm cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
+
+
+MM = define_product("mm", "4", "(Tensor a, Tensor b, Tensor? bias, int window, str balance, ScalarType dtype) -> Tensor", _mm, _mm_fake)
+BMM = define_product("bmm", "4", "(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", _bmm, _bmm_fake)
 
 
 def _mm_setup(ctx, inputs, output):
