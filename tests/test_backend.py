@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import carbon_compile
 from carbon_compile import runlog
-from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.diagnostics import Refused
 from carbon_compile.options import OptionError, Options

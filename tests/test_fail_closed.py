@@ -20,7 +20,6 @@ from carbon_compile.diagnostics import Refused
 
 from .definition import eager_engine
 
-
 logger = logging.getLogger(__name__)
 
 
