@@ -32,7 +32,8 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
             the canonical graph doesn't depend on the device.
         policy: what to do about findings.
 
-    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies.
+    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies. What
+    this process has compiled is dropped, as by `torch.compiler.reset()`, and compiles anew when called.
     """
     registry.load()
     pointwise.install_lowerings()

@@ -137,8 +137,12 @@ def stance_finding() -> Diagnostic | None:
     """CB605, where the stance of this moment lets compiled functions run uncompiled."""
     if compiler_stance() in ("force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"):
         return Diagnostic("CB605", f'"{compiler_stance()}"')
-    backend = getattr(_setting("torch._dynamo.eval_frame", "_stance"), "backend", None)
-    return None if backend is None else Diagnostic("CB605", f"with force_backend={backend!r}")
+    stance = _setting("torch._dynamo.eval_frame", "_stance")
+    if getattr(stance, "backend", None) is not None:
+        return Diagnostic("CB605", f"with force_backend={stance.backend!r}")
+    if getattr(stance, "skip_guard_eval_unsafe", False):
+        return Diagnostic("CB605", "with skip_guard_eval_unsafe=True")
+    return None
 
 
 def findings(devices: tuple[str, ...] = ()) -> list[Diagnostic]:

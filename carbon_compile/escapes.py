@@ -17,7 +17,7 @@ import torch
 from . import dynamo, environment
 from .diagnostics import Diagnostic, Refused, Report
 from .graph_lint import diagnose_break, diagnose_reason
-from .location import user_frame
+from .location import is_torch, user_frame
 from .options import Options
 from .runlog import LOG
 
@@ -137,7 +137,8 @@ class Watch(Listener):
 
     def begin(self, frame):
         conversion = Conversion(self, frame)
-        self.name = self.name or conversion.name
+        if not self.name and not is_torch(frame.f_code.co_filename):
+            self.name = conversion.name
         conversion.set(fail_on_recompile_limit_hit=True)
         if self.policy.decide(Diagnostic("CB603")) != "allow":
             conversion.set(suppress_errors=False)
@@ -162,6 +163,7 @@ class Watch(Listener):
             found += skipped
         self._judge(found)
         if conversion.escaped:
+            self.name = self.name or conversion.name
             self.cause = conversion.escaped
             self._count()
 
@@ -174,12 +176,10 @@ class Watch(Listener):
 
     def called(self, callback, chosen):
         self.counted = None
-        if chosen is callback:
+        stance = environment.stance_finding()
+        if stance is None:
             if self.cause:
                 self._count()
-            return chosen
-        stance = environment.stance_finding()
-        if stance is None:  # fail_on_recompile: nothing can escape
             return chosen
         self.name = self.name or dynamo.called_function()
         report = Report([stance], self.policy)
@@ -208,8 +208,10 @@ def _refusing_callback(report, callback, chosen):
     def refuse(frame, *rest):
         raise Refused(report)
 
-    # A stance that uses what is compiled already may go on using it.
+    if chosen is callback:  # guards are not looked at: what is compiled would run whether it fits or not
+        raise Refused(report)
     if chosen is not None and environment.compiler_stance() != "default":
+        # A stance that uses what is compiled already may go on using it.
         refuse._torchdynamo_orig_backend = callback
     return refuse
 

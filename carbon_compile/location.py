@@ -34,7 +34,7 @@ def _own_directories():
 _OWN = _own_directories()
 
 
-def _is_torch(path):
+def is_torch(path):
     torch = sys.modules.get("torch")
     home = getattr(torch, "__file__", None)
     return home is not None and path.startswith(os.path.dirname(home) + os.sep)
@@ -42,7 +42,7 @@ def _is_torch(path):
 
 def _is_user(path):
     generated = path.startswith(("<eval_with_key", "<frozen", "<string"))
-    return not (generated or _is_torch(path) or path.startswith(_OWN))
+    return not (generated or is_torch(path) or path.startswith(_OWN))
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +65,7 @@ def user_frame(frames: Sequence[tuple[str, int, str]]):
     optimizer's step is compiled on its own.
     """
     users = [frame for frame in frames if _is_user(frame[0])]
-    users = users or [frame for frame in frames if not _is_torch(frame[0])] or frames
+    users = users or [frame for frame in frames if not is_torch(frame[0])] or frames
     if not users:
         return None, None
     innermost = users[-1]

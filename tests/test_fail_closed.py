@@ -373,8 +373,9 @@ def test_a_stance_may_use_what_is_compiled(fast):
         fn(torch.ones(2), 2)
         with pytest.raises(Refused, match="CB605"):
             fn(torch.ones(2, 2, dtype=torch.float16), 2)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(Refused, match="CB605"):
-        fn(torch.ones(2), 2)
+    for stance in ({"stance": "force_eager"}, {"force_backend": "eager"}, {"skip_guard_eval_unsafe": True}):
+        with torch.compiler.set_stance(**stance), pytest.raises(Refused, match="CB605"):
+            fn(torch.ones(2), 2)
     assert carbon_compile.certificate().held
 
 
