@@ -182,13 +182,18 @@ def _device_findings(devices, hip):
 def _escape_findings():
     if _setting("torch._dynamo.config", "suppress_errors") or _is_set("TORCHDYNAMO_SUPPRESS_ERRORS"):
         yield Diagnostic("CB603")
-    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
-        if _is_set(name):
-            yield Diagnostic("CB604", f"{name}={os.environ[name]}")
-    if _setting("torch._dynamo.config", "disable") and not any(map(_is_set, ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))):
-        yield Diagnostic("CB604", "torch._dynamo.config.disable")
+    yield from disabled_findings()
     if stance_finding() is not None:
         yield stance_finding()
+
+
+def disabled_findings() -> list[Diagnostic]:
+    """CB604 for each switch that turns `torch.compile` off."""
+    variables = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if _is_set(name)]
+    found = [Diagnostic("CB604", f"{name}={os.environ[name]}") for name in variables]
+    if _setting("torch._dynamo.config", "disable") and not found:
+        found.append(Diagnostic("CB604", "torch._dynamo.config.disable"))
+    return found
 
 
 def _is_set(variable):

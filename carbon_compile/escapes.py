@@ -61,7 +61,7 @@ class Conversion:
             return [self._placed(diagnose_break(self.error))] if computes else []
         module = self.frame.f_locals.get("self")
         if dynamo.setting("disable"):
-            return [self._here("CB604", "torch._dynamo.config.disable")]
+            return environment.disabled_findings()
         if dynamo.in_dispatch_mode() and not dynamo.is_skipped_file(self.frame.f_code):
             return [self._here("CB607", "a torch dispatch mode is active")]
         if isinstance(module, torch.nn.Module) and self.frame.f_code.co_name == "forward" and any(p is not None for p in module._parameters.values()):
