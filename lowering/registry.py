@@ -15,7 +15,7 @@ import torch
 
 MODULES = (
     "arithmetic", "activation", "view", "reduction", "softmax", "norm", "loss", "matmul", "attention",
-    "convolution", "scatter", "scan", "sort", "pool", "random", "optimizer",
+    "convolution", "scatter", "scan", "sort", "pool", "random", "optimizer", "refused",
 )  # fmt: skip
 
 
