@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dynamo, escapes, host, precompile
+from . import dynamo, escapes, host
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import Diagnostic, Refused, Report
@@ -161,7 +161,6 @@ def compile_inner(region, gm, example_inputs, **kwargs):
     left = [n for n in offenders(gm.graph) if n.target not in region.stock]
     if left:
         raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
-    precompile.start(gm.graph)
     return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
 
