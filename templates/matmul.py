@@ -29,6 +29,7 @@ BATCHED_BALANCES = ("none", "keys")
 # Contraction lengths one float64 (X3: one factor cut into 12-bit halves) or one int64 can hold:
 # K 2^15 2^15 and K 2^11 2^23 stay within 2^53, K 2^23 2^23 within 2^63.
 _SPAN = {16: 1 << 23, 24: 1 << 17}
+_ONE_PIECE = 1 << 7  # up to here X3 needs no cut: K 2^23 2^23 stays within 2^53
 _BLOCK = 1 << 18  # float64 elements the CPU twin works on at a time
 
 
@@ -134,7 +135,7 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
     out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
     for rows in _row_blocks(a, b):
         if balance == "keys":
-            qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1)
+            qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1, owned=True)
         else:
             qa = twin.quantize(a[rows], window, -1, d)
         columns = twin.Quantized(qb.q[rows[:-1]], qb.exponents[rows[:-1]])
@@ -181,8 +182,8 @@ def rounded_total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
 
 
 def _total(qa: Tensor, qb: Tensor, window: int) -> Tensor:
-    """T within one span: float64 for X2, int64 for X3."""
-    if window == 16:
+    """T within one span, exact: float64 where every partial sum fits it, int64 otherwise."""
+    if window == 16 or qa.shape[-1] <= _ONE_PIECE:
         return qa @ qb
     # 24 x 24 bits times K do not fit a float64: cut one factor into 12-bit halves.
     high = (qa * 2.0**-12).round_()

@@ -104,13 +104,14 @@ def quantize_keys(b: Tensor, window: int, d: Tensor) -> Quantized:
     return Quantized(q, torch.full(columns, 1 - window, dtype=torch.int32, device=b.device))
 
 
-def quantize(x: Tensor, window: int, contraction: int, balance: Tensor | None = None) -> Quantized:
+def quantize(x: Tensor, window: int, contraction: int, balance: Tensor | None = None, owned: bool = False) -> Quantized:
     """Integers and row exponents of `x`, contracted along dimension `contraction`.
 
     `balance` is an int32 vector over the contraction, already signed for this operand. A poisoned
-    row gets q = 0 and the exponent POISON, a zero row the exponent 0.
+    row gets q = 0 and the exponent POISON, a zero row the exponent 0. An `owned` float64 `x` is
+    overwritten instead of copied.
     """
-    q = x.to(torch.float64, copy=True)  # scaled and rounded in place
+    q = x.to(torch.float64, copy=not owned)  # scaled and rounded in place
     if balance is None:
         largest = maxima(x, contraction)
     else:
