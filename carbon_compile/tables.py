@@ -29,6 +29,21 @@ def coverage(rows: list[dict], fmt: str = "text") -> str:
     return _table(cells, _COVERAGE_COLUMNS, "simple") + "\n" + verdict_counts(rows) + "\n"
 
 
+_SECTIONS = {
+    "0": "composites", "1": "pointwise, views, copies", "2": "elementary functions", "3": "sums and reductions",
+    "4": "matrix products", "5": "attention", "6": "scatter", "7": "randomness", "8": "collectives", "9": "no rule",
+}  # fmt: skip
+_VERDICTS = ("keep", "expand", "template", "decomposed", "refuse")
+
+
+def coverage_summary(rows: list[dict]) -> str:
+    """Counts of verdicts by contract section, as a Markdown table: the README's."""
+    counts = Counter((row["section"], row["verdict"]) for row in rows)
+    sections = sorted({section for section, _ in counts})
+    cells = [[s, _SECTIONS[s], *(counts[s, verdict] or "" for verdict in _VERDICTS)] for s in sections]
+    return _table(cells, ("section", "operators", *_VERDICTS), "github")
+
+
 def verdict_counts(rows: list[dict]) -> str:
     """"312 operators: 120 keep, 150 expand, 12 template, 30 refuse"."""
     counts = Counter(row["verdict"] for row in rows)

@@ -2,8 +2,10 @@
 
 import pathlib
 
+import pytest
 import torch
 
+from carbon_compile import tables
 from carbon_compile.codes import CODES
 from carbon_compile.lowering import registry
 
@@ -57,3 +59,9 @@ def test_every_rule_file_is_listed():
     folder = pathlib.Path(registry.__file__).parent
     frame = {"__init__", "composed", "composites", "coverage", "elementary", "engines", "philox", "pointwise", "policy", "prims", "registry"}
     assert {p.stem for p in folder.glob("*.py")} - frame == set(registry.MODULES)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="operators differ between releases; the README counts 2.13's")
+def test_the_readme_shows_this_table():
+    readme = pathlib.Path(__file__).parents[1] / "README.md"
+    assert tables.coverage_summary(registry.coverage()) in readme.read_text()
