@@ -24,8 +24,10 @@ class TorchEngine:
 
     @staticmethod
     def sqrt(x):
-        # Eager CPU sqrt of binary32 is not always correctly rounded; through binary64 it is,
-        # because 53 >= 2 * 24 + 2 makes the double rounding harmless.
+        # Eager CPU sqrt is a vendor's vector code, not always correctly rounded. For binary32 it is
+        # through binary64, because 53 >= 2 * 24 + 2 makes the double rounding harmless.
+        if x.dtype is torch.float64:
+            return x.sqrt() if x.is_cuda else _sqrt_float64(x)
         return x.double().sqrt().to(x.dtype)
 
     @staticmethod
@@ -39,6 +41,27 @@ class TorchEngine:
     @staticmethod
     def dtype(x):
         return x.dtype
+
+
+def _sqrt_float64(x):
+    """The correctly rounded square root, from one that is off by at most an ulp.
+
+    For m in [1, 4) and s near its root, with u = 2^-52 the spacing of s: the root lies above
+    s + u/2 exactly when m - s^2 > s u, and below s - u/2 exactly when m - s^2 <= -s u, since both
+    sides are multiples of u^2. Dekker's product gives s^2 without error.
+    """
+    mantissa, exponent = torch.frexp(x)
+    odd = exponent & 1
+    m, half = mantissa * torch.where(odd == 1, 2.0, 4.0).to(x.dtype), (exponent - 2 + odd) >> 1
+    s = m.sqrt()
+    split = s * (2.0**27 + 1)
+    high = split - (split - s)
+    low = s - high
+    square = s * s
+    residue = (m - square) - (((high * high - square) + 2 * high * low) + low * low)
+    s = torch.where(residue > s * 2.0**-52, s + 2.0**-52, torch.where(residue <= s * -(2.0**-52), s - 2.0**-52, s))
+    root = s * ((half.long() + 1023) << 52).view(torch.float64)
+    return torch.where((x > 0) & (x < float("inf")), root, x.sqrt())
 
 
 class Value:
