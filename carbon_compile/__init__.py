@@ -22,6 +22,8 @@ _EXPORTS = {
     "Refused": "carbon_compile.diagnostics",
     "Report": "carbon_compile.diagnostics",
     "certificate": "carbon_compile.certify",
+    "disable": "carbon_compile.eager",
+    "enable": "carbon_compile.eager",
     "fingerprint": "carbon_compile.hashing",
     "inductor_config": "carbon_compile.backend",
     "lint": "carbon_compile.graph_lint",

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dynamo, escapes, host
+from . import dynamo, escapes, host, modes
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import Diagnostic, Refused, Report
@@ -161,7 +161,8 @@ def compile_inner(region, gm, example_inputs, **kwargs):
     left = [n for n in offenders(gm.graph) if n.target not in region.stock]
     if left:
         raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
-    return host.compile_fx_inner(gm, example_inputs, **kwargs)
+    with modes.suspended():  # a backward graph is compiled where eager code may keep the contract
+        return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 class Decompositions(dict):
@@ -226,8 +227,9 @@ def inductor_config():
 
 
 # Dynamo traces a step before it calls the backend, so this can't wait for the first call.
-optimizer.install(host.tracing_for(carbon))
+optimizer.install(host.tracing_for(carbon), modes.in_force)
 
 carbon.listener = escapes.watch
 dynamo.listen()
+dynamo.around_calls(modes.suspended)
 escapes.warn_if_disabled()

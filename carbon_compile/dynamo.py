@@ -215,7 +215,11 @@ def listen():
         if not isinstance(callback, convert_frame.CatchErrorsWrapper):
             return chosen
         listener = callback.__dict__.get("carbon_listener") if chosen is callback else listener_of(callback)
-        return chosen if listener is None else listener.called(callback, chosen)
+        try:
+            return chosen if listener is None else listener.called(callback, chosen)
+        except BaseException:  # Dynamo does not get to its own clean-up from here
+            leave_call(callback)
+            raise
 
     # Dynamo looks for its caller by skipping frames of files that are called so.
     for function in (listening_convert, listening_trace):
@@ -223,3 +227,32 @@ def listen():
     convert_frame.CatchErrorsWrapper.__call__ = listening_convert
     convert_frame.ConvertFrameAssert.__call__ = listening_trace
     eval_frame._callback_from_stance = listening_choose
+
+
+def around_calls(context):
+    """Run every call of a function that carbon compiled inside `context()`, and so its compilation."""
+    from torch._dynamo import eval_frame
+
+    initialise = eval_frame.OptimizeContext.__init__
+
+    def listening_initialise(self, callback, *rest, **keywords):
+        initialise(self, callback, *rest, **keywords)
+        self.enter_exit_hooks.append(functools.partial(_enter_call, callback, context))
+
+    eval_frame.OptimizeContext.__init__ = listening_initialise
+
+
+def _enter_call(callback, context):
+    if not hasattr(callback, "__dict__") or listener_of(callback) is None:
+        return lambda: None
+    entered = context()
+    entered.__enter__()
+    callback.__dict__.setdefault("carbon_contexts", []).append(entered)
+    return functools.partial(leave_call, callback)
+
+
+def leave_call(callback):
+    """Leave the context that the latest call under `callback` entered."""
+    entered = callback.__dict__.get("carbon_contexts")
+    if entered:
+        entered.pop().__exit__(None, None, None)

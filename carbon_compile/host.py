@@ -4,6 +4,7 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 """
 
 import contextlib
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,7 +24,31 @@ def compile_fx(gm, inputs, *, inner, decompositions, config):
 def compile_fx_inner(gm, inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
 
-    return compile_inner(gm, inputs, **kwargs)
+    with _vector_bitcasts():
+        return compile_inner(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _vector_bitcasts():
+    """Reinterpret bits in vector registers. Inductor's C++ code spills each vector to memory and loops
+    over its lanes instead, which its compiler unrolls: most of the time that a bfloat16 kernel takes to
+    compile, and much of the time that it takes to run.
+    """
+    from torch._inductor.codegen.cpp import DTYPE_TO_CPP, CppVecOverrides
+    from torch._inductor.virtualized import V
+
+    by_lane = CppVecOverrides.to_dtype_bitcast
+
+    def to_dtype_bitcast(x, dtype, src_dtype):
+        if x.dtype.itemsize != dtype.itemsize:
+            return by_lane(x, dtype, src_dtype)
+        vectors, kind = V.kernel._get_num_vectors(dtype), DTYPE_TO_CPP[dtype]
+        result = f"at::vec::Vectorized<{kind}>" if vectors == 1 else f"at::vec::VectorizedN<{kind},{vectors}>"
+        copy = f"static_assert(sizeof(y) == sizeof({x})); std::memcpy(static_cast<void*>(&y), static_cast<const void*>(&{x}), sizeof(y));"
+        return f"[&]() {{ {result} y; {copy} return y; }}()"
+
+    with mock.patch.object(CppVecOverrides, "to_dtype_bitcast", staticmethod(to_dtype_bitcast)):
+        yield
 
 
 def inductor_settings():
@@ -68,6 +93,39 @@ def retrace(function, fakes, decompositions):
     mode = detect_fake_mode(fakes)
     with mode or contextlib.nullcontext():
         return make_fx(function, decomposition_table=decompositions, record_module_stack=False)(*fakes)
+
+
+@contextlib.contextmanager
+def dry_run(fakes, decompositions):
+    """Fake tensors compute with these decompositions, and nothing is traced."""
+    from torch._guards import detect_fake_mode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Decomposed(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            rule = decompositions.get(function)
+            if rule is not None:
+                with self:  # what a rule calls has rules too
+                    result = rule(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return function(*args, **kwargs)
+
+    with detect_fake_mode(fakes) or contextlib.nullcontext(), Decomposed(), no_autocast(), torch.no_grad():
+        yield
+
+
+def described(tree):
+    """What a call on fake tensors can depend on, as text: types, sizes, strides and constants."""
+
+    def describe(value):
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+        return f"{type(value).__name__} {value}"
+
+    leaves, structure = pytree.tree_flatten(tree)
+    return f"{structure} {[describe(leaf) for leaf in leaves]}"
 
 
 @contextlib.contextmanager
@@ -183,24 +241,20 @@ def strict_recompiles():
 
 
 def trace_only(gm, inputs, judge):
-    """AOTAutograd's trace of `gm` without compiling: `judge(graph module)` gets the joint graph, or the
-    inference graph where nothing needs a gradient."""
-    from functorch.compile import make_boxed_func
+    """AOTAutograd's trace of `gm` and no more: `judge(graph module)` gets the joint graph, or the inference
+    graph where nothing needs a gradient."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import default_partition
-
-    def partition(joint, joint_inputs, **kwargs):
-        judge(joint)
-        return default_partition(joint, joint_inputs, **kwargs)
-
-    def compile_graph(graph, graph_inputs):
-        judge(graph)
-        return make_boxed_func(graph.forward)
-
     from torch._functorch import config
 
-    with config.patch(enable_autograd_cache=False):
-        return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition, decompositions={})(gm, inputs)
+    class Traced(Exception):
+        pass
+
+    def stop(graph, *rest, **kwargs):
+        judge(graph)
+        raise Traced
+
+    with config.patch(enable_autograd_cache=False), contextlib.suppress(Traced):
+        aot_autograd(fw_compiler=stop, bw_compiler=stop, partition_fn=stop, decompositions={})(gm, inputs)
 
 
 def tracing_for(backend):
@@ -217,3 +271,91 @@ def tracing_for(backend):
 
     tracing._dynamo_marked_constant = True
     return tracing
+
+
+# --- what the eager modes need (see modes.py) --------------------------------------------------------
+
+
+def autocast_dtype():
+    """The type of the autocast in force on any device, or None."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
+def autocast_ignored():
+    """A context in which PyTorch's own autocast casts nothing."""
+    return torch._C._DisableAutocast()
+
+
+def no_functions():
+    """A context in which no function mode sees anything."""
+    return torch._C.DisableTorchFunction()
+
+
+@contextlib.contextmanager
+def without_modes():
+    """No mode, neither of functions nor of operators, sees anything."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+class under:
+    """Operators meet `mode` once more; a lean `with mode`, for code that the mode itself runs.
+
+    A mode's own `__enter__` sets flags of the process, which threads of autograd would mix up.
+    """
+
+    def __init__(self, mode):
+        self.mode = mode
+
+    def __enter__(self):
+        torch._C._push_on_torch_dispatch_stack(self.mode)
+
+    def __exit__(self, *error):
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def dispatch_mode(kind):
+    """The innermost dispatch mode of a class in this thread, or None."""
+    for i in range(torch._C._len_torch_dispatch_stack() - 1, -1, -1):
+        mode = torch._C._get_dispatch_stack_at(i)
+        if isinstance(mode, kind):
+            return mode
+    return None
+
+
+def _top_function_mode():
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
+
+
+def _top_dispatch_mode():
+    depth = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
+
+
+def innermost_modes():
+    """The innermost function mode and dispatch mode of this thread, each None where there is none."""
+    return _top_function_mode(), _top_dispatch_mode()
+
+
+@contextlib.contextmanager
+def without(function_kind, dispatch_kind):
+    """Leave the modes of these classes while they are the innermost ones; come back to them afterwards."""
+    left = []
+    try:
+        for kind, top in ((function_kind, _top_function_mode), (dispatch_kind, _top_dispatch_mode)):
+            while isinstance(mode := top(), kind):
+                mode.__exit__(None, None, None)
+                left.append(mode)
+        yield
+    finally:
+        for mode in reversed(left):
+            mode.__enter__()
+
+
+def in_backward():
+    """Whether autograd is running a node in this thread."""
+    return torch._C._current_autograd_node() is not None

@@ -64,7 +64,7 @@ class Composites(TorchFunctionMode):
     def __torch_function__(self, function, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.policy.autocast:
-            args, kwargs = self.autocast(function, args, kwargs)
+            args, kwargs = cast_arguments(self.policy, function, args, kwargs)
         replacement = registry.COMPOSITES.get(function)
         if replacement is not None:
             try:
@@ -85,17 +85,18 @@ class Composites(TorchFunctionMode):
                 self.entered.remove(function)
         return function(*args, **kwargs)
 
-    def autocast(self, function, args, kwargs):
-        """Cast the floating arguments as the pinned list says."""
-        low = self.policy.autocast_dtype
-        if function in LOWER:
-            return _cast_all((args, kwargs), lambda t: low if t.dtype in (torch.float32, *NARROW) else t.dtype)
-        if function in FLOAT32:
-            return _cast_all((args, kwargs), lambda t: torch.float32 if t.dtype in NARROW else t.dtype)
-        if function in WIDEST:
-            wide = any(t.dtype is torch.float32 for t in _tensors((args, kwargs)))
-            return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in NARROW else t.dtype)
-        return args, kwargs
+
+def cast_arguments(current, function, args, kwargs):
+    """Cast the floating arguments of a call as the pinned autocast list says."""
+    low = current.autocast_dtype
+    if function in LOWER:
+        return _cast_all((args, kwargs), lambda t: low if t.dtype in (torch.float32, *NARROW) else t.dtype)
+    if function in FLOAT32:
+        return _cast_all((args, kwargs), lambda t: torch.float32 if t.dtype in NARROW else t.dtype)
+    if function in WIDEST:
+        wide = any(t.dtype is torch.float32 for t in floats_of((args, kwargs)))
+        return _cast_all((args, kwargs), lambda t: torch.float32 if wide and t.dtype in NARROW else t.dtype)
+    return args, kwargs
 
 
 _refusals = contextvars.ContextVar("carbon_refusals", default=None)
@@ -119,12 +120,13 @@ def resolve_name(function):
     return f"{module.replace('torch._C._nn', 'torch.nn.functional')}.{getattr(function, '__name__', function)}"
 
 
-def _tensors(tree):
+def floats_of(tree):
+    """The floating tensors among arguments."""
     if isinstance(tree, torch.Tensor):
         return [tree] if tree.is_floating_point() else []
     if isinstance(tree, dict):
         tree = list(tree.values())
-    return [t for item in tree for t in _tensors(item)] if isinstance(tree, (list, tuple)) else []
+    return [t for item in tree for t in floats_of(item)] if isinstance(tree, (list, tuple)) else []
 
 
 def _cast_all(tree, choose):

@@ -2,7 +2,7 @@
 
 torch.optim has three implementations of an optimizer (for-loop, foreach, fused) whose formulas
 round differently, and its default depends on the device. `install` puts one update of carbon's in
-their place where Dynamo traces for carbon, and only there:
+their place where Dynamo traces for carbon and where eager code keeps the contract, and only there:
 
     Adam, AdamW  g' = g + wd p (coupled decay)                    rate = lr / (1 - beta1^t)
                  m' = m + (1 - beta1) (g' - m)                    norm = sqrt(1 - beta2^t)
@@ -283,26 +283,28 @@ def _loop_call(original):
 _LOOPS = ("adadelta", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "_adafactor", "_muon")
 
 
-def install(tracing_for_carbon):
-    """Put these updates in the place of torch.optim's functional ones, where Dynamo traces for carbon.
+def install(tracing_for_carbon, eager):
+    """Put these updates in the place of torch.optim's functional ones, where Dynamo traces for carbon or
+    eager code keeps the contract.
 
-    `tracing_for_carbon()` says so; Dynamo asks it while it traces and keeps the answer in the code it
-    makes, which belongs to one backend. Anyone else finds what was there before.
+    `tracing_for_carbon()` says the first; Dynamo asks it while it traces and keeps the answer in the
+    code it makes, which belongs to one backend. `eager()` says the second. Anyone else finds what was
+    there before.
     """
-    _replace(["adam", "adamw"], "adam", _adam_call, tracing_for_carbon)
-    _replace(["sgd"], "sgd", _sgd_call, tracing_for_carbon)
+    _replace(["adam", "adamw"], "adam", _adam_call, tracing_for_carbon, eager)
+    _replace(["sgd"], "sgd", _sgd_call, tracing_for_carbon, eager)
     for module in _LOOPS:
-        _replace([module], module.removeprefix("_"), _loop_call, tracing_for_carbon)
+        _replace([module], module.removeprefix("_"), _loop_call, tracing_for_carbon, eager)
 
 
-def _replace(modules, name, make, tracing_for_carbon):
+def _replace(modules, name, make, tracing_for_carbon, eager):
     modules = [importlib.import_module(f"torch.optim.{module}") for module in modules]
     original = getattr(modules[0], name)
     ours = make(original)
 
     @functools.wraps(original)
     def update(*args, **kwargs):
-        if torch.compiler.is_compiling() and tracing_for_carbon():
+        if tracing_for_carbon() if torch.compiler.is_compiling() else eager():
             return ours(*args, **kwargs)
         return original(*args, **kwargs)
 

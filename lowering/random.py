@@ -23,13 +23,13 @@ LIBRARY.define("keys(int n, *, Device device) -> Tensor", tags=_DRAWN_ON_THE_HOS
 LIBRARY.define("permutation(Tensor key, SymInt n, *, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def draw_keys(n, *, device):
+def draw_keys(n, *, device, generator=None):
     """n keys as int64 [n, 2], each word in [0, 2^32): the low one, the high one.
 
-    A key is the next 64 bits of PyTorch's default CPU generator (mt19937): its next output is the
-    high word, the one after it the low word.
+    A key is the next 64 bits of a CPU generator (mt19937), PyTorch's default one unless another is
+    given: its next output is the high word, the one after it the low word.
     """
-    bits = torch.empty(n, dtype=torch.int64).random_(-(2**63), None)
+    bits = torch.empty(n, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     words = torch.stack((bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF), 1)
     if torch.device(device).type == "cuda":
         return words.pin_memory().to(device, non_blocking=True)
