@@ -231,5 +231,5 @@ optimizer.install(host.tracing_for(carbon), modes.in_force)
 
 carbon.listener = escapes.watch
 dynamo.listen()
-dynamo.around_calls(modes.suspended)
+dynamo.around_calls(modes.suspended, modes.in_force)
 escapes.warn_if_disabled()

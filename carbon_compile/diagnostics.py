@@ -292,5 +292,5 @@ class Refused(RuntimeError):
         super().__init__(report)
         self.report = report
 
-    def __str__(self):
-        return self.report.render("text")
+    def __str__(self):  # another process's error comes back as its text
+        return self.report if isinstance(self.report, str) else self.report.render("text")

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import types
 import warnings
 
 import torch
@@ -175,6 +176,11 @@ def listener_of(callback):
     return callback.carbon_listener
 
 
+def stand_aside():
+    """Whether functions compiled by other backends run as they are written."""
+    return False
+
+
 @functools.cache
 def listen():
     """Tell the listeners of compiled functions (see escapes.Listener) what Dynamo does with each frame
@@ -215,11 +221,9 @@ def listen():
         if not isinstance(callback, convert_frame.CatchErrorsWrapper):
             return chosen
         listener = callback.__dict__.get("carbon_listener") if chosen is callback else listener_of(callback)
-        try:
-            return chosen if listener is None else listener.called(callback, chosen)
-        except BaseException:  # Dynamo does not get to its own clean-up from here
-            leave_call(callback)
-            raise
+        if listener is None and stand_aside() and listener_of(callback) is None:
+            return None
+        return chosen if listener is None else listener.called(callback, chosen)
 
     # Dynamo looks for its caller by skipping frames of files that are called so.
     for function in (listening_convert, listening_trace):
@@ -229,30 +233,35 @@ def listen():
     eval_frame._callback_from_stance = listening_choose
 
 
-def around_calls(context):
-    """Run every call of a function that carbon compiled inside `context()`, and so its compilation."""
+@functools.cache
+def around_calls(context, eager):
+    """Run every call of a function that carbon compiled inside `context()`, and so its compilation.
+
+    Where `eager()` says so, functions of other backends run as they are written: under a mode Dynamo
+    would skip their frames, and remember that for every backend. Not done by Dynamo's own
+    `enter_exit_hooks`: 2.13 puts the dispatch keys back after it has called these.
+    """
+    global stand_aside
+    stand_aside = eager
     from torch._dynamo import eval_frame
 
-    initialise = eval_frame.OptimizeContext.__init__
+    wrap = eval_frame._TorchDynamoContext.__call__
 
-    def listening_initialise(self, callback, *rest, **keywords):
-        initialise(self, callback, *rest, **keywords)
-        self.enter_exit_hooks.append(functools.partial(_enter_call, callback, context))
+    def listening_wrap(self, function):
+        wrapped = wrap(self, function)
+        callback = getattr(self, "callback", None)
+        if not isinstance(wrapped, types.FunctionType) or not hasattr(callback, "__dict__"):
+            return wrapped
 
-    eval_frame.OptimizeContext.__init__ = listening_initialise
+        @functools.wraps(wrapped)
+        def called(*args, **keywords):
+            if listener_of(callback) is None:
+                return function(*args, **keywords) if eager() else wrapped(*args, **keywords)
+            with context():
+                return wrapped(*args, **keywords)
 
+        called._torchdynamo_wrapper_id = id(called)
+        eval_frame.skip_code(called.__code__)
+        return called
 
-def _enter_call(callback, context):
-    if not hasattr(callback, "__dict__") or listener_of(callback) is None:
-        return lambda: None
-    entered = context()
-    entered.__enter__()
-    callback.__dict__.setdefault("carbon_contexts", []).append(entered)
-    return functools.partial(leave_call, callback)
-
-
-def leave_call(callback):
-    """Leave the context that the latest call under `callback` entered."""
-    entered = callback.__dict__.get("carbon_contexts")
-    if entered:
-        entered.pop().__exit__(None, None, None)
+    eval_frame._TorchDynamoContext.__call__ = listening_wrap

@@ -38,6 +38,13 @@ _reshape_copy.default _reshape_alias_copy.default _lazy_clone.default _has_same_
 """
 _KEPT = {op for op in (registry.overload(f"aten.{name}") for name in BOOKKEEPING.split()) if op is not None}
 
+_RESIZE = torch.ops.aten.resize_.default
+_FRESH = {
+    op
+    for name in "empty.memory_format empty_like.default new_empty.default empty_strided.default new_empty_strided.default empty_permuted.default resize_.default".split()
+    if (op := registry.overload(f"aten.{name}")) is not None
+}
+
 # What only looks at tensors, or copies them whole: nothing that is computed there comes back.
 _LOOKS = {
     f
@@ -170,8 +177,8 @@ class EagerComposites(TorchFunctionMode):
         roots = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         hooks = [r.grad_fn.register_prehook(self._check_thread) for r in roots if isinstance(r, torch.Tensor) and r.is_cuda and r.grad_fn is not None]
         try:
-            with host.autocast_ignored():
-                return function(*args, **kwargs)
+            with host.autocast_ignored(), self:  # checkpoints are recomputed, and users' functions run, meanwhile
+                return composites.body(function)(*args, **kwargs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -246,6 +253,8 @@ def plan(op):
     """How to run an operator: a function of (mode, arguments, keywords)."""
     if op is draws.KEY:
         return lambda mode, args, kwargs: draws.draw_keys(1, generator=mode.generator, **kwargs)[0]
+    if op in _FRESH:
+        return functools.partial(_filled, op)
     if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler":
         return lambda mode, args, kwargs: op(*args, **kwargs)
     rule = registry.load().get(op)
@@ -261,6 +270,16 @@ def plan(op):
     if rule is None or rule.verdict == "refuse":
         return functools.partial(_refused, op, rule)
     return functools.partial(_kept if rule.function is None else _ruled, op, rule)
+
+
+def _filled(op, mode, args, kwargs):
+    """Memory that nothing has written yet reads as NaN, or as the largest integer: the same on every run."""
+    old = args[0].numel() if op is _RESIZE else 0
+    result = op(*args, **kwargs)
+    if result.numel() > old and result.dtype in _TYPES and result.layout is torch.strided and not result.is_meta:
+        fresh = result if old == 0 else result.as_strided((result.numel() - old,), (1,), result.storage_offset() + old)
+        fresh.fill_(float("nan") if result.is_floating_point() else True if result.dtype is torch.bool else torch.iinfo(result.dtype).max)
+    return result
 
 
 def _refused(op, rule, mode, args, kwargs):
@@ -314,7 +333,7 @@ def _mutating(op, functional, rule, mode, args, kwargs):
         wanted = {a.name for a in functional._schema.arguments} - {a.name for a in schema.arguments}
         inputs |= {k: getattr(out, k) for k in ("dtype", "device") if k in wanted}
     _check_types(functional, rule, args, inputs, None)
-    result = NotImplemented if rule.function is None else _expanded(rule, mode, args, inputs)
+    result = NotImplemented if rule.function is None else _expanded(rule, mode, args, inputs | _defaults(op, functional, args, inputs))
     if result is NotImplemented:
         if rule.function is not None:
             _check_exact(functional, rule, args, inputs)
@@ -345,6 +364,12 @@ def _write(target, result):
 
 def _spoken(dtype):
     return {"float32": "Float", "float64": "Double", "float16": "Half", "int64": "Long", "int32": "Int"}.get(str(dtype)[6:], str(dtype)[6:])
+
+
+def _defaults(op, functional, args, kwargs):
+    """Arguments that the caller left out, and that only the functional form insists on."""
+    needed = {a.name for a in functional._schema.arguments if not a.has_default_value()}
+    return {a.name: a.default_value for a in op._schema.arguments[len(args) :] if a.name in needed and a.name not in kwargs and not a.is_out}
 
 
 @functools.cache
