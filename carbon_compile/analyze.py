@@ -10,7 +10,7 @@ from .diagnostics import Diagnostic, Policy, Report
 from .escapes import LintListener
 from .graph_lint import diagnose_break
 from .judge import (
-    Judge,
+    Assessor,
     composite_findings,
     custom_operators,
     setting_calls,
@@ -19,7 +19,7 @@ from .judge import (
 )
 from .lowering import pointwise, registry
 from .options import Options
-from .rewrite import ambient_policy, rewrite_dynamo, rewrite_joint
+from .rewrite import ambient_policy, rewrite_dynamo, rewriting_table
 
 
 def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None):
@@ -32,7 +32,8 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
             the canonical graph doesn't depend on the device.
         policy: what to do about findings.
 
-    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies. What
+    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies, and may
+    have been made on the device "meta". What
     this process has compiled is dropped, as by `torch.compiler.reset()`, and compiles anew when called.
     """
     registry.load()
@@ -87,6 +88,8 @@ def _fake(mode, tensor, device):
     if isinstance(tensor, torch._subclasses.FakeTensor):
         return tensor
     fake = mode.from_tensor(tensor, static_shapes=True)
+    if device is None and tensor.device.type == "meta":
+        device = torch.device("cpu")  # made there to save memory; nobody runs it there
     if device is None:
         return fake
     moved = fake.to(device).detach().requires_grad_(tensor.requires_grad)
@@ -110,17 +113,14 @@ def _judge_only(report, graphs, gm, inputs, **kwargs):
         gm.graph.erase_node(node)
     original = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     rewrite_dynamo(gm, ambient_policy(Options()))
-    seen = []
 
-    def judge(traced, *rest, **more):
-        if not seen:
-            seen.append(traced)
-            for node in uninitialised_reads(traced.graph):
-                report.add(Diagnostic.of("CB609", node))
-            judged = Judge(traced, report.policy)
-            rewrite_joint(traced, judged)
-            collect()
-            report.extend(without_echoes(judged.report, report))
+    def judge(traced):
+        for node in uninitialised_reads(traced.graph):
+            report.add(Diagnostic.of("CB609", node))
+        judged = Assessor(traced, report.policy)
+        judged.assess(rewriting_table())
+        collect()
+        report.extend(without_echoes(judged.report, report))
 
     try:
         with host.no_autocast(), composite_findings(report) as collect:

@@ -40,11 +40,15 @@ class Judge(fx.Interpreter):
         if misfit is not None:
             return self._refuse(node, *misfit)
         try:
-            result = super().run_node(node)
+            result = self._apply(node)
         except registry.Refusal as refusal:
             return self._refuse(node, refusal.code, refusal.reason)
         self._row(node, verdict, section)
         return result
+
+    def _apply(self, node):
+        """The node's value, by its rule."""
+        return super().run_node(node)
 
     def _refuse(self, node, code, reason):
         finding = Diagnostic.of(code, node, detail=reason if reason != "no rule" else "")
@@ -67,6 +71,29 @@ class Judge(fx.Interpreter):
                 module_path=where.module_path, direction=where.direction, **_chosen(node),
             )
         )  # fmt: skip
+
+
+class Assessor(Judge):
+    """Judges without rewriting: whether a rule refuses depends on types and sizes alone, so of equal
+    calls, as in the layers of a model, only the first is tried."""
+
+    def __init__(self, gm, policy: Policy):
+        super().__init__(gm, policy)
+        self._tried = set()
+
+    def assess(self, table):
+        """Judge the graph on the fake values that its nodes carry."""
+        fakes = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
+        with host.dry_run(fakes, table):
+            self.run(*fakes)
+
+    def _apply(self, node):
+        call = host.described((node.target, *self.fetch_args_kwargs_from_env(node)))
+        if call in self._tried:
+            return node.meta["val"]
+        result = super()._apply(node)
+        self._tried.add(call)
+        return result
 
 
 def _stand_in(value):

@@ -70,13 +70,13 @@ def rewrite_joint(gm: fx.GraphModule, interpreter: fx.Interpreter):
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     with fx.traceback.preserve_node_meta(), host.no_autocast(), torch.no_grad():
-        rewritten = host.retrace(interpreter.run, fakes, _rewriting_table())
+        rewritten = host.retrace(interpreter.run, fakes, rewriting_table())
     collect_keys(rewritten.graph)
     return rewritten
 
 
 @functools.cache
-def _rewriting_table():
+def rewriting_table():
     """Rules as a decomposition table. A kept operator that Inductor cannot lower by itself takes
     PyTorch's own decomposition: those move bits and compute nothing."""
     table = {}
