@@ -5,9 +5,10 @@ import functools
 
 import torch
 
-from . import environment, host
+from . import devices, environment, host
+from .canonical import graph_text
 from .diagnostics import Diagnostic, Policy, Report
-from .escapes import LintListener
+from .escapes import LintListener, Listener
 from .graph_lint import diagnose_break
 from .judge import (
     Assessor,
@@ -28,38 +29,71 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
     Args:
         fn: a module or function. args, kwargs: example inputs; only types and sizes matter.
         backward: judge the backward too. None: where an input or parameter requires a gradient.
-        device: "cpu" or "cuda" to judge as if everything were there; "cuda" needs no GPU, because
-            the canonical graph doesn't depend on the device.
+        device: "cpu" or "cuda" to judge as if everything were there. "cuda" also asks whether the graph
+            is that of the CPU: with a GPU, of forward and backward; without one, of the forward.
         policy: what to do about findings.
 
     Nothing of the user's is run on real data or changed: parameters and inputs are fake copies, and may
-    have been made on the device "meta". What
-    this process has compiled is dropped, as by `torch.compiler.reset()`, and compiles anew when called.
+    have been made on the device "meta". What this process has compiled is dropped, as by
+    `torch.compiler.reset()`, and compiles anew when called.
     """
-    registry.load()
-    pointwise.install_lowerings()
     report = Report(policy=policy or Policy())
     graphs = []
+    listener = LintListener(report)
+    work = (fn, tuple(args), dict(kwargs or {}))
+    try:
+        _compile(work, functools.partial(_judge_only, report, graphs), listener, backward, _real_device(device))
+    except Exception as error:
+        listener.add(diagnose_break(error))
+    if not graphs:  # all is well with nothing if nothing could be looked at
+        report.extend(d for d in environment.disabled_findings() if d not in report.diagnostics)
+    if device == "cuda" and not report.refused:
+        report.extend(devices.findings(functools.partial(trace, *work), backward))
+    report.check_allows(_lines(graphs))
+    return report
+
+
+def trace(fn, args=(), kwargs=None, *, backward=None, device=None):
+    """[(Dynamo graph with composites, canonical text of its joint graph)] of what analyze would judge."""
+    made = []
+
+    def backend(gm, inputs):
+        original = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        rewrite_dynamo(gm, ambient_policy(Options()))
+        with host.no_autocast():
+            host.trace_only(gm, inputs, lambda traced: made.append((gm, graph_text(traced.graph))))
+        return original
+
+    _compile((fn, tuple(args), dict(kwargs or {})), backend, Listener(), backward, torch.device(device) if device else None)
+    return made
+
+
+def _compile(work, backend, listener, backward, device):
+    """Call a function by a backend on fake copies of its inputs, on `device` unless None."""
+    registry.load()
+    pointwise.install_lowerings()
     with host.fake_mode() as fakes, torch.set_grad_enabled(backward is not False):
-        fn, args, kwargs = _fake_copies(fakes, (fn, tuple(args), dict(kwargs or {})), _real_device(device))
+        fn, args, kwargs = _fake_copies(fakes, work, device)
         if backward:
             _require_gradients(fn, args)
         torch.compiler.reset()
-        backend = functools.partial(_judge_only, report, graphs)
-        listener = LintListener(report)
-        backend.listener = lambda: listener
-        compiled = torch.compile(fn, backend=backend, dynamic=None)
+
+        def looking(gm, inputs, **options):
+            seen = backend(gm, inputs)
+            return lambda *inputs: _call_in(fakes, seen, inputs)
+
+        looking.listener = lambda: listener
         try:
             with host.strict_recompiles(), torch.compiler.set_stance("default"):
-                compiled(*args, **kwargs)
-        except Exception as error:
-            listener.add(diagnose_break(error))
+                torch.compile(fn, backend=looking, dynamic=None)(*args, **kwargs)
         finally:
             torch.compiler.reset()
-    if not graphs:  # all is well with nothing if nothing could be looked at
-        report.extend(d for d in environment.disabled_findings() if d not in report.diagnostics)
-    report.check_allows(_lines(graphs))
-    return report
+
+
+def _call_in(mode, fn, inputs):
+    """Runs a graph on fake tensors, of which also those are that it makes."""
+    with mode:
+        return fn(*inputs)
 
 
 def _real_device(device):
@@ -92,8 +126,10 @@ def _fake(mode, tensor, device):
         device = torch.device("cpu")  # made there to save memory; nobody runs it there
     if device is None:
         return fake
-    moved = fake.to(device).detach().requires_grad_(tensor.requires_grad)
-    return torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+    gradient = tensor.requires_grad and torch.is_grad_enabled()
+    # Unlike a copy from another device, this needs no GPU.
+    moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device).requires_grad_(gradient)
+    return torch.nn.Parameter(moved, gradient) if isinstance(tensor, torch.nn.Parameter) else moved
 
 
 def _require_gradients(fn, args):
@@ -105,7 +141,7 @@ def _require_gradients(fn, args):
             a.requires_grad_(True)
 
 
-def _judge_only(report, graphs, gm, inputs, **kwargs):
+def _judge_only(report, graphs, gm, inputs):
     """A backend that traces, judges, and runs the graph on its fake inputs."""
     graphs.append(gm)
     for node, found in list(setting_calls(gm)):

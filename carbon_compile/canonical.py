@@ -1,7 +1,8 @@
 """The canonical text of a graph, and its hash: what must be equal on every device.
 
 A line a node, in order: its operator, its arguments, and the type and size of its result. Left out
-is what may differ without changing a bit: devices, strides, and the names of nodes and sizes.
+is what may differ without changing a bit: devices, strides, copies (which strides and devices decide
+about), and the names of nodes and sizes.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ class _Writer:
 
     def __init__(self):
         self.nodes: dict = {}
+        self.written = 0
         self.symbols: dict[str, str] = {}
 
     def size(self, value) -> str:
@@ -42,13 +44,35 @@ class _Writer:
         """float32[2, n0] of a tensor, and so on through lists."""
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(self.size, value.shape))}]"
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(self.result, value))})"
         return self.value(value)
 
 
-def graph_text(graph) -> str:
-    """The canonical text of an FX graph whose nodes carry `meta["val"]`."""
+_COPIES = ("aten.clone.default", "aten.detach.default", "aten.alias.default")
+
+
+def _changes_nothing(node) -> bool:
+    """A copy, if need be to another device: same elements, same type. Graphs at this stage write to nothing
+    that they go on to read."""
+    if str(node.target) in _COPIES:
+        return True
+    if str(node.target) != "aten._to_copy.default":
+        return False
+    given, made = node.args[0].meta.get("val"), node.meta.get("val")
+    return given is not None and made is not None and given.dtype == made.dtype
+
+
+def graph_text(graph, value: str = "val") -> str:
+    """The canonical text of an FX graph whose nodes carry `meta[value]`: "example_value" in Dynamo's."""
     writer = _Writer()
-    return "\n".join(_line(node, writer, graph.owning_module) for node in graph.nodes)
+    lines = []
+    for node in graph.nodes:
+        if _changes_nothing(node):
+            writer.nodes[node] = writer.nodes[node.args[0]]
+        else:
+            lines.append(_line(node, writer, graph.owning_module, value))
+    return "\n".join(lines)
 
 
 def graph_hash(graph) -> str:
@@ -56,15 +80,16 @@ def graph_hash(graph) -> str:
     return hashlib.sha256(graph_text(graph).encode()).hexdigest()
 
 
-def _line(node, writer, module):
+def _line(node, writer, module, value):
     arguments = [writer.value(argument) for argument in node.args]
     arguments += [f"{name}={writer.value(value)}" for name, value in sorted(node.kwargs.items())]
     if node.op == "output":
         return f"return {', '.join(arguments)}"
-    writer.nodes[node] = f"%{len(writer.nodes)}"
+    writer.nodes[node] = f"%{writer.written}"
+    writer.written += 1
     called = {"placeholder": "input", "get_attr": _constant(node, module)}.get(node.op) or _target(node)
     shown = "" if node.op == "placeholder" else f"({', '.join(arguments)})"
-    return f"{writer.nodes[node]} = {called}{shown} -> {writer.result(node.meta.get('val'))}"
+    return f"{writer.nodes[node]} = {called}{shown} -> {writer.result(node.meta.get(value))}"
 
 
 def _target(node):
@@ -72,7 +97,7 @@ def _target(node):
     if isinstance(target, str):
         return target
     if hasattr(target, "_schema"):
-        return str(target)
+        return str(target).replace("aten._unsafe_view.", "aten.view.")
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 

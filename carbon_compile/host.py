@@ -232,6 +232,18 @@ def fake_mode():
 
 
 @contextlib.contextmanager
+def pretend_cuda():
+    """Fake tensors may be on CUDA where there is no GPU. In a build with CUDA that has gradients forward;
+    without, a tensor there that requires one ends the process."""
+    with (
+        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+        mock.patch("torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def strict_recompiles():
     """Exceeding the recompile limit raises; no error is turned into an eager run."""
     from torch._dynamo import config

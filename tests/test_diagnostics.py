@@ -77,7 +77,7 @@ def test_graph_examples_run_in_eager(code, i, example):
 def test_graph_examples_are_judged(code, i, example):
     made = {}
     exec(compile(example.source, f"{code}.md", "exec"), made)
-    report = lint(made.get("fn") or made["model"], *made["args"])
+    report = lint(made.get("fn") or made["model"], *made["args"], device="cuda" if example.cuda else None)
     assert (code in report.counts()) == example.fails, str(report)
     assert example.fails or report.clean, str(report)
 

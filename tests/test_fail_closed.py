@@ -455,6 +455,30 @@ def test_a_certificate_of_nothing_says_so():
     assert carbon_compile.certificate(model).reasons == ["CB607: carbon compiled no graph"]
 
 
+# --- our own bugs
+
+
+def test_a_rule_that_leaves_its_operator_behind(fast, monkeypatch):
+    from carbon_compile import rewrite
+
+    table = rewrite.rewriting_table()
+    monkeypatch.setattr(rewrite, "rewriting_table", lambda: {op: rule for op, rule in table.items() if op != torch.ops.aten.exp.default})
+    report = refused(torch.exp, torch.ones(2), on_unsafe="allow")
+    assert [(d.code, d.op) for d in report.refused] == [("CB901", "aten.exp")]
+    monkeypatch.undo()
+    torch.compiler.reset()
+    with eager_engine():
+        assert compiled(torch.exp)(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+def test_verdicts_that_were_never_given(monkeypatch):
+    from carbon_compile import host
+
+    monkeypatch.setattr(host, "compile_fx", lambda *args, **kwargs: print)
+    report = refused(torch.exp, torch.ones(2), on_unsafe="allow")
+    assert list(report.counts()) == ["CB902"]
+
+
 # --- a second process with warm caches
 
 WARM = """

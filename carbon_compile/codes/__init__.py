@@ -70,6 +70,7 @@ _TABLE = (
     _error("CB303", "fast-math-enabled", "source run", "{detail} lets a compiler change floating-point results"),
     _error("CB304", "unsupported-device", "run", "no promise is made for {detail}"),
     _error("CB305", "set-order-iteration", "source", "the order of a set decides the order of operations"),
+    _error("CB306", "device-dependent-graph", "graph", "the program takes another path on CUDA than on a CPU"),
     # CB4xx: randomness
     _error("CB401", "host-random", "source", "{op} draws from a generator that torch.manual_seed doesn't seed alone"),
     _error("CB402", "sampler-without-rule", "source graph", "{op} is a sampler without a rule"),
@@ -127,7 +128,7 @@ def _nearest(text):
 
 WHY, FIX, LOST, EXAMPLES = "Why the bits are lost", "Fix", "If you allow it", "Examples"
 
-_FENCE = re.compile(r"^```python (fails|passes) (source|graph|run)( distributed)?\n(.*?)^```$", re.M | re.S)
+_FENCE = re.compile(r"^```python (fails|passes) (source|graph|run)( distributed)?( cuda)?\n(.*?)^```$", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,14 @@ class Example:
 
     kind: what finds the code in it. `source`: the source lint, over the text. `graph`: the graph
     lint, over the `fn` (or `model`) and `args` it defines. `run`: running it as a script of its
-    own, whose standard error then names the code.
+    own, whose standard error then names the code. cuda: judged as if there.
     """
 
     code: str
     fails: bool
     kind: str
     distributed: bool
+    cuda: bool
     source: str
 
 
@@ -159,8 +161,8 @@ class Page:
 
     def examples(self) -> list[Example]:
         return [
-            Example(self.code, verdict == "fails", kind, bool(distributed), source)
-            for verdict, kind, distributed, source in _FENCE.findall(self.text)
+            Example(self.code, verdict == "fails", kind, bool(distributed), bool(cuda), source)
+            for verdict, kind, distributed, cuda, source in _FENCE.findall(self.text)
         ]
 
 
