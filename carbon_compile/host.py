@@ -24,8 +24,20 @@ def compile_fx(gm, inputs, *, inner, decompositions, config):
 def compile_fx_inner(gm, inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
 
-    with _vector_bitcasts():
+    with _vector_bitcasts(), _one_dtype_handler():
         return compile_inner(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _one_dtype_handler():
+    """Fill Inductor's table of result types once a compilation. It is a singleton, but its `__init__`
+    fills it anew for every operation of every kernel: a sixth of the time that long programs took.
+    """
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    DtypePropagationOpsHandler()
+    with mock.patch.object(DtypePropagationOpsHandler, "__init__", lambda self: None):
+        yield
 
 
 @contextlib.contextmanager
@@ -283,6 +295,17 @@ def tracing_for(backend):
 
     tracing._dynamo_marked_constant = True
     return tracing
+
+
+def cudnn_choices():
+    """cuDNN's benchmark and deterministic flags."""
+    return {"benchmark": torch._C._get_cudnn_benchmark(), "deterministic": torch._C._get_cudnn_deterministic()}
+
+
+def set_cudnn_choices(*, benchmark, deterministic):
+    """Set them also where `torch.backends` is frozen, as PyTorch's own test tools freeze it."""
+    torch._C._set_cudnn_benchmark(benchmark)
+    torch._C._set_cudnn_deterministic(deterministic)
 
 
 # --- what the eager modes need (see modes.py) --------------------------------------------------------
