@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from . import backend, environment, escapes  # noqa: F401  (the backend puts the optimizers' formulas in place)
+from . import backend, environment, escapes, host  # noqa: F401  (the backend puts the optimizers' formulas in place)
 from .diagnostics import Report
 from .lowering import registry
 from .modes import Modes, Session, in_force
@@ -101,15 +101,14 @@ def _check_process(options):
 @contextlib.contextmanager
 def _settings():
     """Subnormals count; what the user allows to run as PyTorch's own is at least repeatable."""
-    flushed, cudnn = environment.subnormals_flushed(), torch.backends.cudnn
-    chosen = cudnn.benchmark, cudnn.deterministic
+    flushed, chosen = environment.subnormals_flushed(), host.cudnn_choices()
     torch.set_flush_denormal(False)
-    cudnn.benchmark, cudnn.deterministic = False, True
+    host.set_cudnn_choices(benchmark=False, deterministic=True)
     try:
         yield
     finally:
         torch.set_flush_denormal(flushed)
-        cudnn.benchmark, cudnn.deterministic = chosen
+        host.set_cudnn_choices(**chosen)
 
 
 @contextlib.contextmanager

@@ -132,6 +132,8 @@ class EagerComposites(TorchFunctionMode):
                 return function(*args, **kwargs)
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
+        if function is torch.addcdiv and len(args) == 3 and kwargs.keys() == {"value"}:
+            function, args, kwargs = _addcdiv, (*args, kwargs["value"]), {}
         current = self.session.policy()
         replacement = registry.COMPOSITES.get(function)
         if replacement is None and self._chooses(function):
@@ -187,6 +189,15 @@ class EagerComposites(TorchFunctionMode):
         """A GPU's gradients are computed in a thread of autograd's own: fail if it lost the modes."""
         if self.session.on and host.dispatch_mode(EagerRules) is None:
             raise Refused(Report([Diagnostic("CB607", "autograd's thread runs outside carbon", "the backward pass", direction="backward")]))
+
+
+def _addcdiv(x, a, b, value):
+    """As Dynamo writes it down before any backend sees it, which decides the order of its derivative."""
+    return torch.add(x, torch.mul(torch.div(a, b), value))
+
+
+def _allclose(a, b, *rest, **options):
+    return bool(torch.isclose(a, b, *rest, **options).all())
 
 
 def _into(out, result, args):
@@ -252,7 +263,9 @@ class EagerRules(Rules):
 def plan(op):
     """How to run an operator: a function of (mode, arguments, keywords)."""
     if op is draws.KEY:
-        return lambda mode, args, kwargs: draws.draw_keys(1, generator=mode.generator, **kwargs)[0]
+        return _key
+    if op is torch.ops.aten.allclose.default:
+        return functools.partial(_by, _allclose)
     if op in _FRESH:
         return functools.partial(_filled, op)
     if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler":
@@ -264,12 +277,18 @@ def plan(op):
         functional = functional_form(op)
         rule = registry.RULES.get(functional)
         if rule is None and op._can_decompose():
-            return functools.partial(_decomposed, op)
+            return functools.partial(_by, op.decompose)
         if rule is not None and rule.verdict != "refuse":
             return functools.partial(_mutating, op, functional, rule)
     if rule is None or rule.verdict == "refuse":
         return functools.partial(_refused, op, rule)
     return functools.partial(_kept if rule.function is None else _ruled, op, rule)
+
+
+def _key(mode, args, kwargs):
+    if torch.device(kwargs["device"]).type == "meta":
+        return torch.empty(2, dtype=torch.int64, device="meta")
+    return draws.draw_keys(1, generator=mode.generator, **kwargs)[0]
 
 
 def _filled(op, mode, args, kwargs):
@@ -317,9 +336,9 @@ def _expanded(rule, mode, args, kwargs):
         return rule.function(*args, **kwargs)
 
 
-def _decomposed(op, mode, args, kwargs):
+def _by(function, mode, args, kwargs):
     with host.under(mode.expanding(None)):
-        return op.decompose(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def _mutating(op, functional, rule, mode, args, kwargs):
@@ -444,7 +463,7 @@ def _detached(op, result, args):
                 return result.clone()
         return result
     if isinstance(result, (list, tuple)):
-        return type(result)(_detached(op, r, args) for r in result)
+        return [_detached(op, r, args) for r in result] if isinstance(result, list) else tuple(_detached(op, r, args) for r in result)
     return result
 
 

@@ -34,9 +34,17 @@ def _function(name, *overloads):
 
 for _name in """
     exp exp2 expm1 log log2 log10 log1p tanh sigmoid erf erfc erfinv sin cos tan sinc asin acos atan
-    sinh cosh asinh acosh atanh rsqrt reciprocal lgamma silu mish
+    sinh cosh asinh acosh atanh rsqrt lgamma silu mish
 """.split():
     _function(_name, f"aten.{_name}.default")
+
+
+@rule("aten.reciprocal.default", section="1", integers="rule")
+def reciprocal(x):
+    """1 / x: a division, so float64 has it too."""
+    return P.div(1.0, x, dtype=_float(x)) if x.dtype is torch.float64 else P.apply("reciprocal", x, dtype=_float(x))
+
+
 for _name in ("atan2", "hypot", "logaddexp", "logaddexp2"):
     _function(_name, f"aten.{_name}.default")
 _function("xlogy", "aten.xlogy.Tensor", "aten.xlogy.Scalar_Other", "aten.xlogy.Scalar_Self")

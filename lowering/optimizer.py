@@ -22,6 +22,7 @@ import importlib
 
 import torch
 
+from . import prims as P
 from .pointwise import _maximum, register, stored
 from .registry import rule
 
@@ -344,6 +345,25 @@ def fused_sgd(params, grads, buffers, *, weight_decay, momentum, lr, dampening, 
 for _kind, _decoupled in (("adam", False), ("adamw", True)):
     rule(f"aten._fused_{_kind}.default", f"aten._fused_{_kind}.tensor_lr", section="0", integers="rule")(_fused_adam(_decoupled))
 rule("aten._fused_sgd.default", "aten._fused_sgd.tensor_lr", section="0", integers="rule")(fused_sgd)
+
+
+@rule("aten._amp_foreach_non_finite_check_and_unscale.default", section="0", integers="rule")
+def unscale(grads, found_inf, inverse_scale):
+    """g / scale, rounded once, and 1 in `found_inf` where any g is not finite."""
+    for g in grads:
+        finite = P.lt(P.abs(g), float("inf"), dtype=torch.bool)
+        found_inf = torch.where(torch.ops.aten.all.default(finite), found_inf, 1.0)
+    return [P.mul(g, inverse_scale, dtype=g.dtype) for g in grads], found_inf
+
+
+@rule("aten._amp_update_scale.default", section="0", integers="rule")
+def update_scale(scale, tracker, found_inf, growth, backoff, interval):
+    """The scale backs off after an overflow, and grows after `interval` steps without one."""
+    overflowed, steps = found_inf != 0, tracker + 1
+    grown = P.mul(scale, growth)
+    grows = (steps == interval) & P.lt(grown, float("inf"), dtype=torch.bool)
+    kept = torch.where(grows, grown, scale)
+    return torch.where(overflowed, P.mul(scale, backoff), kept), torch.where(overflowed | (steps == interval), 0, steps)
 
 
 _FOREACH = """
