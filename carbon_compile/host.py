@@ -324,6 +324,13 @@ def autocast_ignored():
     return torch._C._DisableAutocast()
 
 
+def unrolling():
+    """A context in which operators with a decomposition in Python above autograd take it, as in a trace."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
 def no_functions():
     """A context in which no function mode sees anything."""
     return torch._C.DisableTorchFunction()

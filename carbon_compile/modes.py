@@ -53,6 +53,12 @@ _LOOKS = {
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+# What PyTorch's own Python writes with other operators, above autograd, wherever it traces for a compiler.
+_UNROLLED = composites.resolve_all(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d softshrink hardshrink "
+    "multi_margin_loss multilabel_margin_loss native_batch_norm"
+)
 _ACCESSOR = type(torch.Tensor.shape.__get__)
 _FUNCTIONAL_MODULES = ("torch.nn.functional", "torch.functional")
 
@@ -134,6 +140,12 @@ class EagerComposites(TorchFunctionMode):
             return self._backward(function, args, kwargs)
         if function is torch.addcdiv and len(args) == 3 and kwargs.keys() == {"value"}:
             function, args, kwargs = _addcdiv, (*args, kwargs["value"]), {}
+        if function in _UNROLLED:
+            with host.unrolling():
+                return self._run(function, args, kwargs)
+        return self._run(function, args, kwargs)
+
+    def _run(self, function, args, kwargs):
         current = self.session.policy()
         replacement = registry.COMPOSITES.get(function)
         if replacement is None and self._chooses(function):

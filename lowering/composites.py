@@ -19,27 +19,21 @@ from torch.overrides import TorchFunctionMode
 from . import policy, registry
 
 
-def _resolve_all(prefixes, names):
-    found = set()
-    for name in names.split():
-        for prefix in prefixes:
-            f = getattr(prefix, name, None)
-            if callable(f):
-                found.add(f)
-    return frozenset(found)
-
-
 _PLACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._nn)
 
+
+def resolve_all(names):
+    """Every function that goes by one of the names: torch's, Tensor's methods, torch.nn.functional's …"""
+    return frozenset(f for name in names.split() for place in _PLACES if callable(f := getattr(place, name, None)))
+
+
 # The autocast lists are those that PyTorch documents for CUDA, pinned for every device.
-LOWER = _resolve_all(
-    _PLACES,
+LOWER = resolve_all(
     "linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm addmv baddbmm mv einsum chain_matmul multi_dot "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu "
     "scaled_dot_product_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear",
 ) | {__import__("operator").matmul}
-FLOAT32 = _resolve_all(
-    _PLACES,
+FLOAT32 = resolve_all(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ __rdiv__ __rtruediv__ "
     "softplus layer_norm rms_norm group_norm norm nuclear_norm vector_norm cosine_similarity poisson_nll_loss "
     "cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
@@ -47,8 +41,8 @@ FLOAT32 = _resolve_all(
     "multi_margin_loss binary_cross_entropy binary_cross_entropy_with_logits cross_entropy dist pdist "
     "cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum",
 ) | {__import__("operator").pow}
-WIDEST = _resolve_all(
-    _PLACES, "addcdiv addcmul atan2 cross dot vdot grid_sample index_put index_put_ tensordot scatter_add scatter_add_"
+WIDEST = resolve_all(
+    "addcdiv addcmul atan2 cross dot vdot grid_sample index_put index_put_ tensordot scatter_add scatter_add_"
 )
 NARROW = (torch.bfloat16, torch.float16)
 
