@@ -3,11 +3,13 @@
     python -m bench.accuracy products
     python -m bench.accuracy gradients --text FILE
     python -m bench.accuracy curves --text FILE [--plot curves.png]
+    python -m bench.accuracy curves --text FILE --layers 4 --width 128 --batch 8 --length 64    # for a CPU
 
 Every section prints a table and, under --json, its numbers.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -64,12 +66,25 @@ def products(device, k=4096, m=64, n=64):
 # --- gradients and curves ---------------------------------------------------------------------------
 
 
-def model_of(seed=0, layers=4, width=256, length=128):
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A small GPT-2 over bytes, and its batches."""
+
+    layers: int = 4
+    width: int = 256
+    batch: int = 16
+    length: int = 128
+
+    def __str__(self):
+        return f"GPT-2, {self.layers} layers of {self.width}, batch {self.batch} x {self.length} bytes"
+
+
+def model_of(size, seed=0):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
     config = GPT2Config(
-        vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=256, n_positions=size.length, n_embd=size.width, n_layer=size.layers, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
@@ -80,9 +95,9 @@ def model_of(seed=0, layers=4, width=256, length=128):
 class Text:
     """Batches of bytes from a file: the same for the same seed."""
 
-    def __init__(self, path, batch=16, length=128, seed=5):
+    def __init__(self, path, size, seed=5):
         self.data = torch.frombuffer(bytearray(pathlib.Path(path).read_bytes()), dtype=torch.uint8).long()
-        self.batch, self.length = batch, length
+        self.batch, self.length = size.batch, size.length
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self, device):
@@ -117,16 +132,16 @@ def gradient_of(model, loss, batch):
     return torch.cat([p.grad.detach().double().flatten() for p in model.parameters()])
 
 
-def gradients(device, text, steps=500):
+def gradients(device, text, size, steps=500):
     """Relative error of the whole gradient against float64, at the start and after training."""
-    model = model_of().to(device)
-    data = Text(text)
+    model = model_of(size).to(device)
+    data = Text(text, size)
     rows = []
     for moment in ("at the start", f"after {steps} steps"):
         if moment != "at the start":
-            train(model, "stock float32", device, text, steps)
+            train(model, "stock float32", device, text, size, steps)
         batch = data.draw(device)
-        reference = model_of().to(device).double()
+        reference = model_of(size).to(device).double()
         reference.load_state_dict(model.state_dict())
         truth = gradient_of(reference, lambda x, r=reference: r(x, labels=x).loss, batch)
         row = {"gradient": moment}
@@ -138,9 +153,9 @@ def gradients(device, text, steps=500):
     return rows
 
 
-def train(model, variant, device, text, steps, seed=7):
+def train(model, variant, device, text, size, steps, seed=7):
     torch.compiler.reset()
-    data = Text(text, seed=seed)
+    data = Text(text, size, seed)
     loss = loss_function(model, variant, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history = []
@@ -154,12 +169,12 @@ def train(model, variant, device, text, steps, seed=7):
     return [v.item() for v in history]
 
 
-def curves(device, text, steps=500, seeds=(0, 1, 2)):
+def curves(device, text, size, steps=500, seeds=(0, 1, 2)):
     """Loss curves: stock under several seeds, exact under the first."""
     found = {}
     for variant in VARIANTS:
         for seed in seeds if variant.startswith("stock") else seeds[:1]:
-            found[f"{variant}, seed {seed}"] = train(model_of(seed).to(device), variant, device, text, steps, seed=7 + seed)
+            found[f"{variant}, seed {seed}"] = train(model_of(size, seed).to(device), variant, device, text, size, steps, seed=7 + seed)
     return found
 
 
@@ -168,7 +183,7 @@ def curve_rows(found):
     return rows
 
 
-def plot(found, path):
+def plot(found, path, title):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,7 +193,7 @@ def plot(found, path):
     for name, losses in found.items():
         smooth = [statistics.mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
         axes.plot(smooth, label=name, linewidth=1.6 if name.startswith("exact") else 0.8, alpha=1 if name.startswith("exact") else 0.6)
-    axes.set(xlabel="step", ylabel="loss (mean of 10 steps)", title="GPT-2, 4 layers of 256, bytes of Shakespeare")
+    axes.set(xlabel="step", ylabel="loss (mean of 10 steps)", title=title)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -189,25 +204,28 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--steps", type=int, default=500)
+    for field in dataclasses.fields(Size):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--plot", metavar="PNG")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if options.what != "products" and not options.text:
         parser.error(f"{options.what} needs --text FILE")
+    size = Size(options.layers, options.width, options.batch, options.length)
     torch.backends.cuda.matmul.allow_tf32 = False
     if options.what == "products":
         rows = found = products(options.device)
     elif options.what == "gradients":
-        rows = found = gradients(options.device, options.text, options.steps)
+        rows = found = gradients(options.device, options.text, size, options.steps)
     else:
-        found = curves(options.device, options.text, options.steps)
+        found = curves(options.device, options.text, size, options.steps)
         rows = curve_rows(found)
         if options.plot:
-            plot(found, options.plot)
+            plot(found, options.plot, str(size))
     print(tabulate(rows, headers="keys", floatfmt=".3g"))
     if options.json:
         card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-        pathlib.Path(options.json).write_text(json.dumps({"card": card, "torch": torch.__version__, "result": found}, indent=1) + "\n")
+        pathlib.Path(options.json).write_text(json.dumps({"card": card, "torch": torch.__version__, "size": dataclasses.asdict(size), "steps": options.steps, "result": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
