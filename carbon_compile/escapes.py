@@ -238,10 +238,11 @@ def surroundings(gm, devices):
         found = conversion.breaks() + ([Diagnostic("CB603")] if conversion.suppressing else [])
     else:
         found = [diagnose_reason(getattr(gm, "compile_subgraph_reason", None))]
-    return [d for d in [*found, *environment.findings(devices), *_wrappers()] if d is not None]
+    return [d for d in [*found, *environment.findings(devices), *wrappers()] if d is not None]
 
 
-def _wrappers():
+def wrappers():
+    """Findings for what surrounds a running module and reduces its gradients by itself."""
     ddp = sys.modules.get("torch.nn.parallel.distributed")
     if ddp is not None and ddp.DistributedDataParallel._get_active_ddp_module() is not None:
         yield Diagnostic("CB502", op="DistributedDataParallel")

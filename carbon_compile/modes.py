@@ -27,6 +27,9 @@ from .lowering import random as draws
 from .runlog import LOG
 from .verify import is_carbon
 
+# Collectives that move elements, or wait.
+_MOVES = "broadcast_ allgather_ _allgather_base_ allgather_coalesced_ alltoall_ alltoall_base_ gather_ scatter_ send recv_ recv_any_source_ barrier monitored_barrier_".split()
+
 # What graphs don't hold: storages, memory and zeros, no element is computed.
 BOOKKEEPING = """
 zero_.default _has_compatible_shallow_copy_type.default
@@ -162,6 +165,8 @@ class EagerComposites(TorchFunctionMode):
             return function(*args, **kwargs)
 
     def _composite(self, function, replacement, current, args, kwargs):
+        for found in escapes.wrappers():  # its reducer is C++ that no mode sees
+            self.session.refuse(found.code, "", found.op)
         out = kwargs.get("out")
         if "out" in kwargs:
             kwargs = {k: v for k, v in kwargs.items() if k != "out"}
@@ -280,7 +285,7 @@ def plan(op):
         return functools.partial(_by, _allclose)
     if op in _FRESH:
         return functools.partial(_filled, op)
-    if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler":
+    if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler" or _moves_over_ranks(op):
         return lambda mode, args, kwargs: op(*args, **kwargs)
     rule = registry.load().get(op)
     if rule is None and is_carbon(op):
@@ -316,6 +321,8 @@ def _filled(op, mode, args, kwargs):
 def _refused(op, rule, mode, args, kwargs):
     if _on_meta(args, kwargs):
         return op(*args, **kwargs)
+    if op.namespace == "c10d":
+        raise registry.Refusal("CB501", "")
     call = _Call(op, args, kwargs)
     raise registry.Refusal(refusal_code(call, rule.code if rule else "CB101"), rule.reason if rule else "")
 
@@ -346,6 +353,10 @@ def _expanded(rule, mode, args, kwargs):
         generator = None
     with host.under(mode.expanding(generator)):
         return rule.function(*args, **kwargs)
+
+
+def _moves_over_ranks(op):
+    return op.namespace == "c10d" and op._opname in _MOVES
 
 
 def _by(function, mode, args, kwargs):
@@ -447,6 +458,9 @@ def _check_types(op, rule, args, kwargs, result):
                     raise registry.Refusal(*misfit)
             elif value.device.type not in _DEVICES:
                 raise registry.Refusal("CB304", f"device {value.device.type!r}")
+    dtype = kwargs.get("dtype")
+    if dtype is not None and dtype not in _TYPES and any(t.dtype is not dtype for t in _held(args)):
+        raise registry.Refusal("CB204" if dtype.is_complex else "CB205" if dtype.is_floating_point else "CB208", str(dtype).removeprefix("torch."))
 
 
 def _check_exact(op, rule, args, kwargs):

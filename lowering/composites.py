@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from . import policy, registry
 
-
 _PLACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch._C._nn)
 
 

@@ -166,6 +166,15 @@ def test_functions_and_derivatives_are_those_of_the_compiler():
     both(many, floats(5, 4), floats(4, 4), floats(4))
 
 
+def test_pictures_are_resized_as_the_compiler_does():
+    def resized(x):
+        for size, mode in ((2.0, "nearest"), (1.5, "bilinear"), (0.5, "bicubic")):
+            x = F.interpolate(x, scale_factor=size, mode=mode)
+        return x, F.multi_margin_loss(x[0, 0, :, :3], torch.tensor([0, 1, 2, 1, 0, 1]))
+
+    both(resized, floats(1, 2, 4, 4))
+
+
 def test_in_place_code_is_what_the_compiler_makes_of_it():
     def steps(x):
         y = x * 2
@@ -463,7 +472,7 @@ REFUSED = {
     "CB202": lambda: torch.ones(3).double().sum(),
     "CB203": lambda: torch.ones(3).double().exp(),
     "CB204": lambda: torch.ones(2, dtype=torch.complex64) * 2,
-    "CB205": lambda: torch.ones(2).to(torch.float8_e4m3fn) * 1,
+    "CB205": lambda: torch.ones(2).to(torch.float8_e4m3fn),
     "CB402": lambda: torch.multinomial(torch.ones(3), 1),
     "CB105": lambda: F.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)),
     "CB107": lambda: nn.LSTM(2, 2)(torch.ones(1, 1, 2)),
@@ -490,6 +499,22 @@ def test_a_backward_without_a_rule_is_refused_there():
             loss.backward()
     (found,) = error.value.report.refused
     assert found.direction == "backward" and found.source_line == "loss.backward()"
+
+
+def test_ranks_are_not_combined_without_a_rule(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with carbon_compile.enable():
+            x = torch.ones(1, 2)
+            dist.broadcast(x, 0)  # moves elements
+            with pytest.raises(carbon_compile.Refused, match="CB501"):
+                dist.all_reduce(x)
+            with pytest.raises(carbon_compile.Refused, match="CB502"):
+                nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(x)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_user_may_allow_what_is_refused():
