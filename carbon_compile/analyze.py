@@ -5,11 +5,10 @@ import functools
 
 import torch
 
-from . import devices, environment, host
+from . import devices, dynamo, environment, host
 from .canonical import graph_text
 from .diagnostics import Diagnostic, Policy, Report
 from .escapes import LintListener, Listener
-from .graph_lint import diagnose_break
 from .judge import (
     Assessor,
     composite_findings,
@@ -33,7 +32,7 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
             is that of the CPU: with a GPU, of forward and backward; without one, of the forward.
         policy: what to do about findings.
 
-    Nothing of the user's is run on real data or changed: parameters and inputs are fake copies, and may
+    What the function itself raises is raised. Nothing of the user's is run on real data or changed: parameters and inputs are fake copies, and may
     have been made on the device "meta". What this process has compiled is dropped, as by
     `torch.compiler.reset()`, and compiles anew when called.
     """
@@ -44,7 +43,9 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
     try:
         _compile(work, functools.partial(_judge_only, report, graphs), listener, backward, _real_device(device))
     except Exception as error:
-        listener.add(diagnose_break(error))
+        listener.end(error)
+    else:
+        listener.end()
     if not graphs:  # all is well with nothing if nothing could be looked at
         report.extend(d for d in environment.disabled_findings() if d not in report.diagnostics)
     if device == "cuda" and not report.refused:
@@ -84,7 +85,7 @@ def _compile(work, backend, listener, backward, device):
 
         looking.listener = lambda: listener
         try:
-            with host.strict_recompiles(), torch.compiler.set_stance("default"):
+            with host.quiet(), host.strict_recompiles(), torch.compiler.set_stance("default"):
                 torch.compile(fn, backend=looking, dynamic=None)(*args, **kwargs)
         finally:
             torch.compiler.reset()
@@ -102,10 +103,13 @@ def _real_device(device):
 
 def _fake_copies(mode, tree, device):
     fn, args, kwargs = tree
+    fn = dynamo.uncompiled(fn)
     with mode:
         if isinstance(fn, torch.nn.Module):
             # The copies of tensors are ready when deepcopy looks for them: it would copy their storage.
             fn = copy.deepcopy(fn, {id(t): _fake(mode, t, device) for t in _tensors_of(fn)})
+            for part in fn.modules():
+                part._compiled_call_impl = None
         convert = lambda t: _fake(mode, t, device)  # noqa: E731
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, convert, (args, kwargs))
     return fn, args, kwargs

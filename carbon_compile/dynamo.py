@@ -69,6 +69,25 @@ def is_unsupported(error):
     return isinstance(error, (Unsupported, UserError))
 
 
+def is_compilers(error):
+    """Whether an exception comes from compiling or from fake tensors, and not from the program itself."""
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    fakes = (
+        fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+    )  # fmt: skip
+    return isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode, *fakes)) and not isinstance(error, TorchRuntimeError)
+
+
+def uncompiled(fn):
+    """What was given to torch.compile, of what came back."""
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)
+    return fn._orig_mod if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule) else fn
+
+
 def is_recompile_limit(error):
     from torch._dynamo.exc import FailOnRecompileLimitHit
 

@@ -7,6 +7,7 @@ Python runs, and is refused, warned of or allowed like any other.
 
 import contextlib
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -105,6 +106,10 @@ class Listener:
         return chosen
 
 
+# How Dynamo notes that the program itself raises, where it can't say with what.
+_RAISES = re.compile(r"Observed exception|failed to find name|when making fake tensor call")
+
+
 class LintListener(Listener):
     """Puts what Dynamo leaves to Python into a report.
 
@@ -114,12 +119,23 @@ class LintListener(Listener):
     def __init__(self, report):
         self.report = report
         self.places = {}
+        self.raising = []
 
     def done(self, conversion, result):
         for found in conversion.breaks() + (conversion.skipped() if result.guarded_code is None else []):
-            self.add(found)
+            self.raising.append(found) if _RAISES.search(found.detail) else self._add(found)
 
-    def add(self, found):
+    def end(self, error=None):
+        """The call is over. Raises the error if it is the program's own, and no consequence of a break."""
+        if error is None:
+            for found in self.raising:
+                self._add(found)
+        elif not dynamo.is_compilers(error) and not any(d.code != "CB607" for d in self.report):
+            raise error
+        else:
+            self._add(diagnose_break(error))
+
+    def _add(self, found):
         place = (found.file, found.line)
         first = self.places.setdefault(place, found)
         if first == found and (found.file is not None or len(self.places) == 1):

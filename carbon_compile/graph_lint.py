@@ -105,7 +105,10 @@ def _checked(target, made):
 
 
 def told(error: BaseException) -> str:
-    """An exception on one line."""
+    """An exception on one line; Dynamo's about a program that can't run, as PyTorch would have said it."""
+    inner = re.search(r": got (\w+)\((['\"])(.*)\2\)", str(error)) if type(error).__name__ == "TorchRuntimeError" else None
+    if inner:
+        return f"{inner[1]}: {inner[3]}"
     first = (str(error).strip() or "nothing more").splitlines()[0]
     return f"{type(error).__name__}: {first}"
 

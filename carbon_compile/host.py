@@ -4,6 +4,8 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 """
 
 import contextlib
+import logging
+import os
 from unittest import mock
 
 import torch
@@ -253,6 +255,18 @@ def pretend_cuda():
         mock.patch("torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def quiet():
+    """No log of what PyTorch meets on the way, unless TORCH_LOGS asks: the report says it better."""
+    before = logging.root.manager.disable
+    if not os.environ.get("TORCH_LOGS"):
+        logging.disable(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -263,8 +263,9 @@ def _annotation(group, root):
     command = {"refuse": "error", "warn": "warning", "allow": "notice"}[finding.decision]
     properties = {"file": relative(d.file, root), "line": str(d.line or 1)} if d.file else {}
     properties["title"] = f"{d.code} {d.kind.name}"
-    where = " ".join(part for part in (_modules(group), "(backward)" if d.direction == "backward" else "") if part)
-    lines = [d.message + (f" in {where}" if where else ""), d.note, f"why: {page.short(WHY)}", f"fix: {page.short(FIX)}"]
+    modules = _modules(group)
+    where = (f" in {modules}" if modules else "") + (" (backward)" if d.direction == "backward" else "")
+    lines = [d.message + where, d.note, f"why: {page.short(WHY)}", f"fix: {page.short(FIX)}"]
     listed = ",".join(f"{key}={_escape_property(value)}" for key, value in properties.items())
     return f"::{command} {listed}::{_escape(chr(10).join(line for line in lines if line))}"
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from carbon_compile.graph_lint import lint
+from carbon_compile.graph_lint import lint, told
 
 SECONDS = 20  # on two cores; this counts both
 
@@ -37,3 +37,48 @@ def test_equal_calls_are_tried_once_and_refusals_all_found():
     assert {(d.code, d.module_path, d.direction) for d in report} == {
         ("CB203", path, direction) for path in ("1", "3") for direction in ("forward", "backward")
     }
+
+
+# --- programs that can't run
+
+
+class Linear(torch.nn.Linear):
+    def forward(self, x):
+        if x is None:
+            raise ValueError("no input\nat all")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        ((), "TypeError: "),
+        ((None,), "ValueError: no input"),
+        ((3,), "TypeError: linear(): argument 'input' (position 1) must be Tensor, not int"),
+        ((torch.ones(3, 5),), "RuntimeError: a and b must have same reduction dim, but got [3, 5] X [4, 4]."),
+    ],
+)
+def test_what_the_program_raises_is_no_finding(args, message, caplog):
+    with pytest.raises(Exception) as caught:
+        lint(Linear(4, 4), *args)
+    assert told(caught.value).startswith(message)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_exception_that_is_caught_is_a_break():
+    def fn(x):
+        try:
+            return undefined(x)  # noqa: F821
+        except NameError:
+            return x + 1
+
+    assert set(lint(fn, torch.ones(2)).counts()) <= {"CB601"}
+
+
+def test_what_is_compiled_already_is_looked_at_itself():
+    fourier = torch.compile(lambda x: torch.fft.fft(x).real, backend="eager")
+    assert list(lint(fourier, torch.ones(2)).counts()) == ["CB104"]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert lint(torch.compile(model, backend="carbon"), torch.ones(2, 4)).clean
+    model.compile(backend="carbon")
+    assert lint(model, torch.ones(2, 4)).clean

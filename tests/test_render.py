@@ -288,3 +288,13 @@ def test_paths_are_relative_to_the_repository(tmp_path, monkeypatch):
     assert render.repository_root() == str(tmp_path)
     assert render.relative("m.py", render.repository_root()) == "src/m.py"
     assert render.relative("/env/lib/python3.11/site-packages/timm/vit.py", str(tmp_path)) == "timm/vit.py"
+
+
+def test_github_names_module_and_direction():
+    def message(**where):
+        return Report([finding(**where)]).render("github", root=ROOT).partition("::aten.put ")[2].partition("%0A")[0]
+
+    told = "may write one element twice, in an unfixed order"
+    assert message(module_path="a.b", direction="backward") == f"{told} in a.b (backward)"
+    assert message(module_path="", direction="backward") == f"{told} (backward)"
+    assert message(module_path="") == told
