@@ -1,6 +1,7 @@
 """Tensors as bits: what two results must share, and where they first do not."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
@@ -94,13 +95,15 @@ def tensor_diff(a, b):
 
 
 def assert_bitwise(a, b, what="results"):
-    """Raise AssertionError unless `a` and `b` hold the same bits.
+    """Raise AssertionError unless `a` and `b` hold the same bits; the message names the first difference.
 
     Args:
-        a, b: tensors, or lists, tuples and dicts of them with the same structure. Leaves that are
-            not tensors are compared with ==.
+        a, b: tensors, modules and optimizers (by their state_dict), NumPy arrays, numbers, or lists,
+            tuples, dicts and dataclasses of them with the same structure. NaNs are equal to each
+            other; +0 and -0 are not. Other leaves are compared with ==.
         what: names the value in the message.
     """
+    a, b = _opened(a), _opened(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         try:
             difference = tensor_diff(a, b)
@@ -118,8 +121,41 @@ def assert_bitwise(a, b, what="results"):
             raise AssertionError(f"{what}: {len(a)} items against {len(b)}")
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_bitwise(x, y, f"{what}[{i}]")
+    elif type(a) is float and type(b) is float:
+        assert_bitwise(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), what)
     elif type(a) is not type(b) or a != b:
         raise AssertionError(f"{what}: {a!r} against {b!r}")
+
+
+# How an optimizer computes, not what: these may differ between two machines of one result.
+ENGINE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+
+
+def _opened(value):
+    """Modules, optimizers, schedulers, dataclasses and arrays as dicts and tensors; others as they are."""
+    if isinstance(value, torch.optim.Optimizer):
+        state = value.state_dict()
+        groups = [{k: v for k, v in group.items() if k not in ENGINE_FLAGS} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}
+    if isinstance(value, torch.nn.Module):
+        return {name.replace("_orig_mod.", ""): tensor for name, tensor in value.state_dict().items()}
+    if isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+        return value.state_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if type(value).__module__ == "numpy":
+        return torch.from_numpy(value.copy()) if hasattr(value, "ndim") and value.ndim else value.item()
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def frozen(value):
+    """A copy of what `assert_bitwise` compares, which later training can't change."""
+    value = _opened(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    return [frozen(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _unsigned(bits):
@@ -128,6 +164,21 @@ def _unsigned(bits):
 
 def _hex(bits):
     return f"0x{_unsigned(bits):0{2 * bits.element_size()}x}"
+
+
+def ulp_distances(a, b):
+    """(int64 distances in ulps, bool where exactly one is NaN) of floating tensors of one dtype and
+    shape, on the CPU; +0 and -0 are 0 ulp apart."""
+    integer, nan = _FLOAT_BITS[a.dtype]
+    x, y = canonical_bits(a).cpu(), canonical_bits(b).cpu()
+    width = 8 * a.element_size()
+    low = (1 << (width - 1)) - 1
+
+    def place(bits):
+        magnitude = bits.to(torch.int64) & low
+        return torch.where((bits.to(torch.int64) >> (width - 1)) & 1 == 1, -magnitude, magnitude)
+
+    return (place(x) - place(y)).abs(), (x == nan) != (y == nan)
 
 
 def _ulps(x, y, dtype):

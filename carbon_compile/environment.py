@@ -51,7 +51,7 @@ def describe() -> dict:
         "carbon_compile": package_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "cuda": torch.version.cuda,
         "driver": driver_version(),
         "gpus": ", ".join(_gpus(torch)) or None,
@@ -89,7 +89,8 @@ def _setting(module, name):
     return getattr(sys.modules.get(module), name, None)
 
 
-def _version(package):
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, without importing it; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -104,6 +105,15 @@ def driver_version() -> str | None:
         return None
     match = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", text)
     return match[1] if match else None
+
+
+def machine() -> str:
+    """The GPUs that the driver knows, or else the CPU, without importing torch."""
+    models = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        model = re.search(r"Model:\s*(.+)", path.read_text())
+        models += [model[1].strip()] if model else []
+    return ", ".join(models) or _cpuinfo("model name") or platform.machine()
 
 
 def _gpus(torch):

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from .bits import canonical_bits
+from .bits import ENGINE_FLAGS, canonical_bits
 
-# How an optimizer computes, not what: these may differ between two machines of one result.
-_ENGINE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 # Elements canonicalised at a time, so that the copy made for it stays small.
 _CHUNK = 1 << 24
 
@@ -97,7 +95,7 @@ def _is_optimizer_state(obj):
 
 def _optimizer_facts(state_dict):
     groups = [
-        {name: value for name, value in group.items() if name not in _ENGINE_FLAGS}
+        {name: value for name, value in group.items() if name not in ENGINE_FLAGS}
         for group in state_dict["param_groups"]
     ]
     # SGD without momentum keeps, or does not keep, an entry of None, depending on the variant.
