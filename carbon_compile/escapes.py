@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from . import dynamo, environment
+from . import dynamo, environment, recording
 from .diagnostics import Diagnostic, Refused, Report
 from .graph_lint import diagnose_break, diagnose_reason
 from .location import is_torch, user_frame
@@ -59,6 +59,7 @@ class Conversion:
         """Findings for a frame that Dynamo leaves to Python although it may compute something."""
         if dynamo.is_unsupported(self.error):
             computes = dynamo.has_tensors(self.frame) and not _is_standard_library(self.frame.f_code.co_filename)
+            computes = computes and not recording.is_only_ours(str(self.error), self.frame.f_locals.get("self"))
             return [self._placed(diagnose_break(self.error))] if computes else []
         module = self.frame.f_locals.get("self")
         if dynamo.setting("disable"):

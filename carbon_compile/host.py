@@ -415,3 +415,10 @@ def without(function_kind, dispatch_kind):
 def in_backward():
     """Whether autograd is running a node in this thread."""
     return torch._C._current_autograd_node() is not None
+
+
+def optimizer_hooks():
+    """How many hooks stand behind the steps of all optimizers."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    return len(_global_optimizer_post_hooks)

@@ -1,0 +1,361 @@
+"""Digests, the ledger's file, what is recorded, and where two ledgers part."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import carbon_compile
+from carbon_compile import cli, ledger_file, runlog
+from carbon_compile.digest import C1, C2, G, digest, digests, integers
+from carbon_compile.ledger_file import LedgerError, Writer, differences, read
+
+MASK = 2**64 - 1
+
+
+def by_hand(x):
+    """The definition in Python's integers."""
+    total = 0
+    for i, b in enumerate(integers(x).tolist()):
+        v = (b + i * G) * C1 & MASK
+        v = (v ^ (v >> 32)) * C2 & MASK
+        total += v ^ (v >> 32)
+    return total & MASK
+
+
+TENSORS = [
+    torch.randn(5), torch.tensor(3.0), torch.tensor([float("nan"), -float("inf"), -0.0]), torch.empty(0), torch.randn(4, 6).t(),
+    torch.randn(300).bfloat16(), torch.randn(7).half(), torch.randn(9, dtype=torch.float64), torch.arange(5), torch.tensor([True, False]),
+    torch.arange(250, 256, dtype=torch.uint8), torch.randn(3, dtype=torch.complex64), torch.randn(40).to(torch.float8_e4m3fn), torch.randn(40000),
+]  # fmt: skip
+
+
+def test_a_digest_is_what_its_definition_says():
+    assert [int(d) & MASK for d in digests(TENSORS)] == [by_hand(x) for x in TENSORS]
+    assert [digest(x) for x in TENSORS[:3]] == [by_hand(x) for x in TENSORS[:3]]
+
+
+def test_a_digest_sees_bits_and_places_and_nothing_else():
+    x = torch.randn(100, 3)
+    assert digest(x) == digest(x.t().contiguous().t()) == digest(x.reshape(-1))
+    nans = torch.tensor([0x7FC00000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert digest(nans) == digest(torch.full((3,), float("nan")))
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    seen = {digest(x), digest(x.flip(0)), digest(x.roll(1)), digest(torch.cat([x, torch.zeros(1, 3)]))}
+    for i, bit in ((0, 0), (7, 31), (299, 16)):
+        y = x.clone()
+        y.view(torch.int32).view(-1)[i] ^= torch.tensor(1 << bit).to(torch.int32)
+        seen.add(digest(y))
+    swapped = x.clone()
+    swapped[[3, 50]] = x[[50, 3]]
+    assert len(seen | {digest(swapped)}) == 8
+
+
+def test_a_tensor_without_plain_bits_is_refused():
+    with pytest.raises(TypeError, match="has no plain bits"):
+        digest(torch.eye(3).to_sparse())
+
+
+INTERPRETED = """
+import torch
+from carbon_compile import digest_kernels
+from carbon_compile.digest import digests
+from tests.test_ledger import TENSORS
+out = torch.zeros(len(TENSORS), dtype=torch.int64)
+digest_kernels.digests(TENSORS, out)
+assert torch.equal(out, digests(TENSORS)), out == digests(TENSORS)
+"""
+
+
+def test_the_kernel_in_the_interpreter():
+    pytest.importorskip("triton")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run([sys.executable, "-c", "import numpy\n" + INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_kernel_on_cuda():
+    on_gpu = [x.cuda() for x in [*TENSORS, torch.randn(3_000_001)]]
+    assert torch.equal(digests(on_gpu).cpu(), digests([x.cpu() for x in on_gpu]))
+
+
+# --- recording
+
+
+def train(path=None, steps=5, seed=0, before_step=lambda step, model: None, momentum=0.9, **how):
+    """Train a small model, recording it, and return (ledger, model)."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    torch.manual_seed(1)
+    with carbon_compile.ledger(path, **{"model": model, **how}) if path else contextlib.nullcontext() as ledger:
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            before_step(step, model)
+            model(torch.randn(6, 3)).square().mean().backward()
+            optimizer.step()
+    return ledger, model
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "run.jsonl")
+
+
+def test_a_step_is_one_line(path):
+    ledger, model = train(path)
+    assert (ledger.recorded, ledger.confirmed) == (5, 0)
+    lines = [json.loads(line) for line in open(path)]
+    assert list(lines[0])[0] == "ledger" and lines[0]["contract"].startswith("2")
+    assert [line["step"] for line in lines[1:]] == [1, 2, 3, 4, 5]
+    assert isinstance(lines[1]["loss"], float) and "names" in lines[1] and "names" not in lines[2]
+    contents = read(path)
+    weights = contents.tensors(5, "weights")
+    assert set(weights) == set(model.state_dict())
+    assert weights["2.weight"] == f"{digest(model[2].weight):016x}"
+    assert list(contents.tensors(5, "gradients")) == [name for name, _ in model.named_parameters()]
+    optimizer = contents.tensors(5, "optimizer")
+    assert "0.weight.momentum_buffer" in optimizer and "groups.0.lr" in optimizer and "groups.0.foreach" not in optimizer
+
+
+def test_without_a_model_parameters_have_numbers(path):
+    train(path, model=None)
+    assert list(read(path).tensors(1, "gradients")) == ["0.0", "0.1", "0.2", "0.3", "0.4", "0.5"]
+
+
+def test_recording_changes_nothing(path):
+    plain = torch.Tensor.backward
+    (_, one), (_, other) = train(path), train()
+    carbon_compile.assert_bitwise(one, other)
+    assert torch.Tensor.backward is plain
+
+
+def test_sampled_and_totals_only(path):
+    ledger, _ = train(path, steps=7, every=3, tensors=False)
+    contents = read(path)
+    assert list(contents.steps) == [3, 6] and ledger.recorded == 2
+    assert "tensors" not in contents.steps[3] and contents.tensors(3, "weights") == {}
+    with pytest.raises(ValueError, match="every=0"):
+        train(path, every=0)
+
+
+def test_a_run_made_again_is_confirmed_and_continued(path):
+    train(path, steps=3)
+    ledger, _ = train(path, steps=5)
+    assert (ledger.confirmed, ledger.recorded) == (3, 2)
+    whole = path + ".whole"
+    train(whole)
+    assert open(path).read() == open(whole).read()
+
+
+def test_another_run_into_the_same_file_is_refused(path):
+    train(path, steps=3)
+    kept = open(path).read()
+
+    def flip(step, model):
+        if step == 2:
+            model[2].weight.data.view(torch.int32)[1, 0] ^= 1 << 22
+
+    with pytest.raises(LedgerError, match="step 2 is not what .*run.jsonl recorded: loss differs first. Either the run didn't repeat"):
+        train(path, before_step=flip)
+    with pytest.raises(LedgerError, match="step 1 is not what"):
+        train(path, seed=5)
+    assert open(path).read() == kept
+
+
+def test_losses_of_microbatches_and_of_none(path):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with carbon_compile.ledger(path):
+        (weight.sum() * 2).backward()
+        (weight.sum() * float("inf")).backward()
+        optimizer.step()
+        optimizer.step()
+    assert [line["loss"] for line in read(path).steps.values()] == [[4.0, "inf"], None]
+
+
+def test_an_explicit_ledger(path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with carbon_compile.ledger(path, observe=False, start=10) as ledger:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ledger.step(0.5, model, optimizer)
+    assert read(path).steps[11]["loss"] == 0.5
+    with carbon_compile.ledger(path + "2") as ledger, pytest.raises(LedgerError, match="open it with observe=False"):
+        ledger.step(0.5, model, optimizer)
+    with pytest.raises(LedgerError, match="isn't open"):
+        ledger.record([], model, optimizer, 1)
+
+
+def test_an_error_in_training_is_not_hidden(path):
+    def fails(step, model):
+        if step == 3:
+            raise KeyError("batch")
+
+    with pytest.raises(KeyError):
+        train(path, before_step=fails)
+    assert read(path).last == 2
+    assert train(path)[0].confirmed == 2
+
+
+def test_compiled_optimizers_are_recorded_and_keep_the_promise(path):
+    from .definition import eager_engine
+
+    runlog.LOG.reset()
+    with eager_engine():
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.AdamW(model.parameters())
+            step = torch.compile(optimizer.step, backend="carbon")
+            with carbon_compile.ledger(path, model=model) as ledger:
+                for _ in range(2):
+                    model(torch.ones(4, 3)).square().mean().backward()
+                    step()
+    assert ledger.confirmed == 2
+    assert carbon_compile.certificate().reasons == []
+
+
+def test_another_hook_behind_a_compiled_step_is_not_excused(path):
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from .definition import eager_engine
+
+    hook = register_optimizer_step_post_hook(torch.compiler.disable(lambda optimizer, args, kwargs: optimizer.param_groups[0]["params"][0].data.mul_(2)))
+    model = nn.Linear(3, 2)
+    step = torch.compile(torch.optim.AdamW(model.parameters()).step, backend="carbon")
+    model(torch.ones(4, 3)).sum().backward()
+    try:
+        with eager_engine(), carbon_compile.ledger(path, model=model), pytest.raises(carbon_compile.Refused, match="CB601"):
+            step()
+    finally:
+        hook.remove()
+
+
+# --- the file
+
+
+def rewrite(path, change):
+    lines = open(path).readlines()
+    with open(path, "w") as file:
+        file.writelines(change(lines))
+
+
+@pytest.mark.parametrize(
+    "change,line",
+    [
+        (lambda l: [*l[:3], l[3].replace('"weights":"', '"weights":"0', 1), *l[4:]], 4),
+        (lambda l: [*l[:3], *l[4:]], 4),
+        (lambda l: [*l[:2], l[3], l[2], *l[4:]], 3),
+        (lambda l: [*l[:3], "{}\n", *l[3:]], 4),
+        (lambda l: [*l[:3], "not json\n", *l[3:]], 4),
+        (lambda l: [l[0].replace('"every":1', '"every":2'), *l[1:]], 1),
+    ],
+)
+def test_an_edited_line_shows(path, change, line):
+    train(path)
+    rewrite(path, change)
+    for use in (read, Writer):
+        with pytest.raises(LedgerError, match=f"run.jsonl, line {line}: the chain is broken"):
+            use(path)
+
+
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_a_torn_last_line_is_cut(path, cut):
+    train(path)
+    whole = open(path, "rb").read()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    with open(path, "wb") as file:
+        file.write(whole[: last + cut] if cut > 0 else whole[:cut])
+    assert read(path).last == 4
+    ledger, _ = train(path)
+    assert (ledger.confirmed, ledger.recorded) == (4, 1)
+    assert open(path, "rb").read() == whole
+
+
+def test_an_empty_or_torn_beginning_starts_anew(path):
+    for start in (b"", b'{"ledger":1,"ev'):
+        with open(path, "wb") as file:
+            file.write(start)
+        assert train(path)[0].recorded == 5
+
+
+def test_other_files_are_refused(path):
+    for text, told in (("hello\nworld\n", "line 1: the chain is broken"), ('{"a":1,"chain":"x"}\n', "line 1: the chain is broken")):
+        with open(path, "w") as file:
+            file.write(text)
+        with pytest.raises(LedgerError, match=told):
+            Writer(path)
+        assert open(path).read() == text
+    line = {"ledger": 9}
+    with open(path, "w") as file:
+        file.write(json.dumps({**line, "chain": ledger_file.chained("", line)}) + "\n")
+    with pytest.raises(LedgerError, match="of format 9; this release reads 1"):
+        read(path)
+
+
+def test_one_writer_at_a_time(path):
+    writer = Writer(path)
+    with pytest.raises(LedgerError, match="is being written by another process"):
+        Writer(path)
+    writer.close()
+    Writer(path).close()
+
+
+def test_a_full_disk_leaves_whole_lines(path, monkeypatch):
+    writer = Writer(path)
+    writer.append({"ledger": 1})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    with pytest.raises(OSError, match="No space"):
+        writer.append({"step": 1})
+    monkeypatch.undo()
+    writer.append({"step": 1})
+    writer.close()
+    assert read(path).last == 1
+
+
+# --- diff
+
+
+def test_diff_names_the_first_step_and_tensor(tmp_path, capsys):
+    def flip(step, model):
+        if step == 3:
+            model[2].bias.data.view(torch.int32)[0] ^= 1 << 20
+
+    one, other, fewer = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl"))
+    train(one), train(other, before_step=flip), train(fewer, steps=4)
+    assert list(differences(read(one), read(one))) == []
+    lines = list(differences(read(one), read(other)))
+    assert lines[0] == "first difference: step 3, loss" and lines[1] == "equal up to step 2"
+    assert any(line.startswith("gradients: ") and "2.bias" in line for line in lines)
+    assert cli.main(["diff", one, one]) == 0 and capsys.readouterr().out == ""
+    assert cli.main(["diff", one, other]) == 1 and capsys.readouterr().out.startswith("first difference: step 3, loss\n")
+    assert cli.main(["diff", one, fewer]) == 1 and capsys.readouterr().out == "equal up to step 4, where one ends; the other has 5\n"
+
+
+def test_diff_without_a_loss_names_the_tensor_nearest_the_cause(tmp_path):
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    train(a), train(b, momentum=0.5)
+    lines = list(differences(read(a), read(b)))
+    assert lines[0] == "first difference: step 1, optimizer groups.0.momentum"
+
+
+def test_diff_of_wrong_files_ends_in_one_line(path, tmp_path, capsys):
+    train(path)
+    (tmp_path / "c.json").write_text("{}")
+    assert cli.main(["diff", path, str(tmp_path / "c.json")]) == 2
+    assert "run.jsonl is a ledger and" in capsys.readouterr().err
+    rewrite(path, lambda l: [*l[:2], *l[3:]])
+    assert cli.main(["diff", path, path]) == 2
+    assert capsys.readouterr().err == f"carbon-compile diff: {path}, line 3: the chain is broken: this line was edited, or one before it is missing\n"
+    assert cli.main(["diff", path, str(tmp_path / "none")]) == 2
+    assert cli.main(["diff", path, path, "--step", "3"]) == 2
+    assert "--step goes with --replay" in capsys.readouterr().err
