@@ -18,14 +18,18 @@ if __name__ == "carbon_compile" and isfile(join(_root, "pyproject.toml")) and is
     __path__.append(_root)
 
 _EXPORTS = {
+    "DeterministicLoader": "carbon_compile.data_order",
+    "DeterministicTrainer": "carbon_compile.trainer",
     "Policy": "carbon_compile.diagnostics",
     "Refused": "carbon_compile.diagnostics",
     "Report": "carbon_compile.diagnostics",
+    "assert_bitwise": "carbon_compile.bits",
     "certificate": "carbon_compile.certify",
     "disable": "carbon_compile.eager",
     "enable": "carbon_compile.eager",
     "fingerprint": "carbon_compile.hashing",
     "inductor_config": "carbon_compile.backend",
+    "ledger": "carbon_compile.recording",
     "lint": "carbon_compile.graph_lint",
 }
 

@@ -1,0 +1,463 @@
+"""DeterministicTrainer: training steps that leave the same bits everywhere, or nothing at all.
+
+    trainer = DeterministicTrainer(model, optimizer, seed=42, loss_fn=F.cross_entropy, data=loader)
+    for batch in loader:
+        loss = trainer.step(batch)
+    trainer.save("run.pt")
+
+What a step computes is compiled with backend="carbon". Around it, this file keeps the order of
+microbatches, the random numbers, and the way back from a step that fails.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from . import checkpoint
+from .bits import Difference, tensor_diff
+from .checkpoint import CheckpointError
+from .data_order import DeterministicLoader
+from .recording import open_ledgers, parameter_names, unobserved
+from .snapshot import Buffers, RandomState, Snapshot
+
+
+class StepFailed(RuntimeError):
+    """A step that was taken back: its loss was no finite number. Model, optimizer and random state are as before it."""
+
+
+class TornStep(RuntimeError):
+    """The optimizer failed after it had changed weights; load a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_determinism` found. True where both runs of the step gave the same bits.
+
+    compared: how many tensors. first: the first that differs, such as "gradients layers.0.weight",
+    in the order loss, gradients (last parameter first), optimizer, weights, buffers, random state.
+    difference: where, with both values; None where more than bits differ.
+    """
+
+    compared: int
+    first: str = ""
+    difference: Difference | None = None
+
+    def __bool__(self):
+        return not self.first
+
+    def __str__(self):
+        if self:
+            return f"the step gave the same bits twice ({self.compared} tensors compared)"
+        detail = f": {self.difference}" if self.difference is not None else ""
+        return f"the step gave other bits the second time; first in {self.first}{detail}"
+
+
+class DeterministicTrainer:
+    """Makes training steps that are a function of model, optimizer, seed and batches.
+
+    Args:
+        model, optimizer: already on their device.
+        seed: of the trainer's own stream of random numbers (PyTorch's, Python's, NumPy's), which steps
+            draw from and nobody else: what is drawn between steps changes nothing.
+        loss_fn: `loss_fn(model(inputs), targets)` for batches `(inputs, targets)`; a tuple of inputs
+            is spread over positional arguments, a dict over keywords. Without it, the model returns
+            the loss itself or an object with `.loss`, called with the batch in the same way.
+        forward: `forward(model, batch)` returns the loss, in place of both.
+        accumulate: microbatches a step. The tensors of a batch are cut along their first dimension
+            into that many equal slices, in order; each slice's loss is divided by their number, and
+            gradients add up in that order in the gradient's dtype: ((g1 + g2) + g3) .... The bits
+            belong to this number: another one gives others.
+        autocast: torch.bfloat16 for forward and loss under autocast. Losses are not scaled.
+        clip_norm: clip gradients to this total norm, as torch.nn.utils.clip_grad_norm_ by carbon's rules.
+        schedulers: a learning-rate scheduler, or several; each steps once a step.
+        data: a DeterministicLoader, whose position then travels in checkpoints.
+        backend, options: for torch.compile; backend=None runs eagerly, without carbon's promise
+            unless `carbon_compile.enable` is in force.
+        check_loss: whether a loss that isn't finite ends the step with StepFailed. The host reads
+            the loss while the device is busy with the backward pass.
+
+    A step that raises leaves model, optimizer, schedulers and random state as before it. Forward and
+    backward don't change weights, so a copy of the buffers before each step is all that this costs.
+    Between steps no parameter has a gradient.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        seed: int = 42,
+        loss_fn: Callable | None = None,
+        forward: Callable | None = None,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        clip_norm: float | None = None,
+        schedulers=(),
+        data: DeterministicLoader | None = None,
+        backend: str | Callable | None = "carbon",
+        options: dict | None = None,
+        check_loss: bool = True,
+    ):
+        if loss_fn is not None and forward is not None:
+            raise ValueError("give loss_fn or forward, not both")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate={accumulate!r}: give a whole number from 1")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm!r}: give a positive number")
+        self.model, self.optimizer, self.seed = model, optimizer, seed
+        self.loss_fn, self.forward = loss_fn, forward
+        self.accumulate, self.autocast, self.clip_norm = accumulate, autocast, clip_norm
+        self.schedulers = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
+        self.data, self.check_loss = data, check_loss
+        self.steps = 0
+        self._random = RandomState.seeded(seed)
+        self._buffers = Buffers()
+        self._torn = ""
+        if backend is None:
+            self._loss, self._update = self._slice_loss, self._apply
+            return
+        if self.schedulers:
+            _rates_as_tensors(optimizer)
+        # PyTorch stops once at the start of every optimizer's step, so that one can't be a full graph.
+        self._loss = torch.compile(self._slice_loss, backend=backend, fullgraph=True, options=options)
+        self._update = torch.compile(self._apply, backend=backend, options=options)
+
+    # --- a step
+
+    def step(self, batch) -> torch.Tensor:
+        """Train on one batch and return its loss, a 0-d tensor on the model's device.
+
+        Raises what the model raises, ValueError for a batch that can't be cut, and StepFailed for a
+        loss that isn't finite: the step is then taken back. TornStep, and from then on at every
+        call until `load`, where the optimizer failed after it had changed weights.
+        """
+        if self._torn:
+            raise TornStep(self._torn)
+        with unobserved(), self._or_back():
+            loss, losses = self._gradients(batch)
+            self._change(loss)
+            random = RandomState.now()
+        self.steps += 1
+        self._random = random
+        try:
+            for one in open_ledgers():
+                one.record(losses, self.model, self.optimizer, self.steps)
+        finally:
+            self._clear_gradients()
+        return loss
+
+    @contextlib.contextmanager
+    def _or_back(self):
+        """On the trainer's own random numbers; if anything raises, as if nothing had been called."""
+        outside = RandomState.now()
+        self._clear_gradients()
+        self._buffers.keep(self.model)
+        self._random.restore()
+        try:
+            yield
+        except BaseException:
+            self._clear_gradients()
+            self._buffers.restore()
+            raise
+        finally:
+            outside.restore()
+
+    def _gradients(self, batch):
+        """Forward and backward of every slice: (loss of the step, losses of the slices)."""
+        batch = self._moved(batch)
+        losses, total = [], None
+        for piece in slices(batch, self.accumulate):
+            loss = self._loss(piece)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise ValueError(f"the loss is {_described(loss)}; a step needs one number")
+            # Started before the backward pass, so that its work isn't waited for.
+            finite = _Arriving(loss) if self.check_loss else None
+            loss.backward()
+            if finite is not None and not math.isfinite(finite.value()):
+                raise StepFailed(f"step {self.steps + 1}: the loss is {finite.value()}; the step was taken back")
+            losses.append(loss.detach())
+            total = losses[-1] if total is None else total + losses[-1]
+        return total.reshape(()), losses
+
+    def _change(self, loss):
+        """Optimizer and schedulers. If the optimizer raises before it changes a weight, what it began is undone."""
+        known = set(self.optimizer.state)
+        versions = [p._version for p in self.model.parameters()]
+        schedules = [_plain_state(s) for s in self.schedulers]
+        rates = [_copied_rate(group.get("lr")) for group in self.optimizer.param_groups]
+        try:
+            self._update()
+            for scheduler in self.schedulers:
+                scheduler.step()
+        except BaseException as error:
+            if versions != [p._version for p in self.model.parameters()]:
+                self._torn = f"step {self.steps + 1} failed while it changed weights ({type(error).__name__}: {error}); load a checkpoint"
+                raise TornStep(self._torn) from error
+            for parameter in set(self.optimizer.state) - known:
+                del self.optimizer.state[parameter]
+            for scheduler, state in zip(self.schedulers, schedules, strict=True):
+                scheduler.load_state_dict(state)
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                _set_rate(group, rate)
+            raise
+
+    def _slice_loss(self, batch):
+        with self._autocast():
+            loss = self._loss_of(batch)
+        return loss if self.accumulate == 1 else loss / self.accumulate
+
+    def _autocast(self):
+        return contextlib.nullcontext() if self.autocast is None else torch.autocast(self._device().type, self.autocast)
+
+    def _loss_of(self, batch):
+        if self.forward is not None:
+            return self.forward(self.model, batch)
+        if self.loss_fn is not None:
+            inputs, targets = batch
+            return self.loss_fn(_called(self.model, inputs), targets)
+        result = _called(self.model, batch)
+        return result if isinstance(result, torch.Tensor) else result["loss"] if isinstance(result, dict) else result.loss
+
+    def _apply(self):
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+
+    def _device(self):
+        return next(self.model.parameters()).device
+
+    def _moved(self, batch):
+        device = self._device()
+        return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+    def _clear_gradients(self):
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    # --- proof
+
+    def verify_determinism(self, batch) -> Verification:
+        """Make the step of `batch` twice from here, compare everything bit for bit, and go back to here.
+
+        Takes copies of weights, gradients and optimizer state, twice; ledgers don't see it.
+        """
+        snapshot, steps, random = Snapshot(self.model, self.optimizer, self.schedulers), self.steps, self._random
+        results = []
+        try:
+            for _ in range(2):
+                results.append(self._traced_step(batch))
+                snapshot.restore()
+                self.steps, self._random = steps, random
+        finally:
+            snapshot.restore()
+            self.steps, self._random = steps, random
+            self._clear_gradients()
+        return _compared(*results)
+
+    def _traced_step(self, batch):
+        """name -> tensor of everything a step leaves behind, in the order in which it comes about."""
+        names = parameter_names(self.model, self.optimizer)
+        with unobserved(), self._or_back():
+            loss, _ = self._gradients(batch)
+            gradients = [(names[id(p)], p.grad.clone()) for p in reversed(list(self.model.parameters())) if p.grad is not None]
+            self._change(loss)
+            random = RandomState.now().state_dict()
+        found = {"loss": loss.clone()}
+        found.update((f"gradients {name}", g) for name, g in gradients)
+        for p, entry in self.optimizer.state.items():
+            found.update((f"optimizer {names[id(p)]}.{key}", v.clone()) for key, v in entry.items() if isinstance(v, torch.Tensor))
+        found.update((f"weights {name}", p.detach().clone()) for name, p in self.model.named_parameters())
+        found.update((f"buffers {name}", b.clone()) for name, b in self.model.named_buffers())
+        found["random state of PyTorch"] = random["cpu"]
+        found["random state of Python"] = random["python"][1]
+        if random["numpy"]:
+            found["random state of NumPy"] = torch.cat([random["numpy"][1], torch.tensor(random["numpy"][2:3])])
+        return found | {f"random state of GPU {i}": s for i, s in enumerate(random["cuda"])}
+
+    # --- checkpoints
+
+    def settings(self) -> dict:
+        """What besides model, optimizer and data decides the bits of a step."""
+        return {
+            "seed": self.seed,
+            "accumulate": self.accumulate,
+            "autocast": str(self.autocast).removeprefix("torch."),
+            "clip_norm": self.clip_norm,
+            "optimizer": type(self.optimizer).__name__,
+            "schedulers": [type(s).__name__ for s in self.schedulers],
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        }
+
+    def save(self, path: str | os.PathLike, extra: dict | None = None) -> None:
+        """Write a checkpoint from which training goes on bit for bit: see checkpoint.py.
+
+        extra: tensors and plain values of your own, such as the best epoch so far; `load` returns it.
+        """
+        if self._torn:
+            raise TornStep(self._torn)
+        for one in open_ledgers():
+            one.flush()
+        checkpoint.save(
+            path,
+            {
+                "step": self.steps,
+                "model": _state_of(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "schedulers": [_plain_state(s) for s in self.schedulers],
+                "random": self._random.state_dict(),
+                "data": self.data.state_dict() if self.data is not None else None,
+                "settings": self.settings(),
+                "extra": extra or {},
+            },
+        )
+
+    def load(self, path: str | os.PathLike, *, strict: bool = True) -> dict:
+        """Go on from a checkpoint, and return its `extra`.
+
+        strict: False to accept another contract version, other settings or data in another order,
+        with which the run is no longer the one that was saved.
+
+        CheckpointError, before anything is changed, names all that doesn't fit.
+        """
+        return self.resume(checkpoint.load(path), strict=strict, path=path)
+
+    def resume(self, content: dict, *, strict: bool = False, path: str | os.PathLike = "the checkpoint") -> dict:
+        """`load`, from a checkpoint's content as checkpoint.load gives it."""
+        problems = self._misfits(content) + (self._strangeness(content) if strict else [])
+        if problems:
+            raise CheckpointError(f"{path} doesn't fit: " + "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else ""))
+        live = _state_of(self.model)
+        with torch.no_grad():
+            for name, value in content["model"].items():
+                if isinstance(value, torch.Tensor):
+                    live[name].copy_(value)
+        checkpoint.load_optimizer(self.optimizer, content["optimizer"])
+        for scheduler, state in zip(self.schedulers, content["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        if self.data is not None and content["data"] is not None and not self.data.misfits(content["data"]):
+            self.data.load_state_dict(content["data"])
+        self._random = RandomState.load(content["random"])
+        self.steps, self._torn = content["step"], ""
+        self._clear_gradients()
+        return content["extra"]
+
+    def _misfits(self, content):
+        found = checkpoint.misfits(content["model"], _state_of(self.model), "the checkpoint")
+        found += checkpoint.optimizer_misfits(content["optimizer"], self.optimizer)
+        if len(content["schedulers"]) != len(self.schedulers):
+            found.append(f"the checkpoint has {len(content['schedulers'])} schedulers, this trainer {len(self.schedulers)}")
+        return found
+
+    def _strangeness(self, content):
+        """Why the run that goes on would not be the one that was saved."""
+        found, mine = [], self.settings()
+        if content["contract"] != checkpoint.contract():
+            found.append(f"it was made under contract {content['contract']}, this is {checkpoint.contract()}")
+        found += [f"{key} was {content['settings'].get(key)!r}, here it is {mine[key]!r}" for key in mine if content["settings"].get(key) != mine[key]]
+        if (self.data is None) != (content["data"] is None):
+            found.append("only one of the two has a data position" if self.data is None else "it has no data position")
+        elif self.data is not None:
+            found += self.data.misfits(content["data"])
+        return found
+
+
+def slices(batch, n: int) -> list:
+    """The batch cut into n equal slices along the first dimension of its tensors, in order.
+
+    ValueError where a tensor can't be cut so, or there is none. Values that aren't tensors go to all.
+    """
+    if n == 1:
+        return [batch]
+    leaves, structure = tree_flatten(batch)
+    pieces = [[] for _ in range(n)]
+    for leaf in leaves:
+        cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        if cut and leaf.shape[0] % n:
+            raise ValueError(f"a batch of {leaf.shape[0]} can't be cut into {n} equal microbatches")
+        for i, piece in enumerate(pieces):
+            piece.append(leaf[i * leaf.shape[0] // n : (i + 1) * leaf.shape[0] // n] if cut else leaf)
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves):
+        raise ValueError("there is no tensor in the batch to cut into microbatches")
+    return [tree_unflatten(piece, structure) for piece in pieces]
+
+
+def _called(model, inputs):
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _described(value):
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+class _Arriving:
+    """A number on its way to the host while the device goes on."""
+
+    def __init__(self, loss):
+        loss = loss.detach()
+        self._event = None
+        if loss.device.type == "cuda":
+            self._value = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            self._value.copy_(loss, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(loss.device))
+        else:
+            self._value = loss
+
+    def value(self):
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value.item()
+
+
+def _rates_as_tensors(optimizer):
+    """A scheduler's new rate would be a new constant, and a new compilation, every step."""
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+
+
+def _copied_rate(rate):
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _set_rate(group, rate):
+    if isinstance(rate, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
+        group["lr"].copy_(rate)
+    elif rate is not None:
+        group["lr"] = rate
+
+
+def _plain_state(scheduler):
+    """A scheduler's state with tensors copied: some hold the optimizer's own rate."""
+    return {k: _copied(v) for k, v in scheduler.state_dict().items()}
+
+
+def _copied(value):
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return [_copied(v) for v in value] if isinstance(value, list) else value
+
+
+def _state_of(model):
+    """The state_dict under the names of the model itself, however it was compiled."""
+    return {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+
+
+def _compared(one, other):
+    for name in [*one, *(n for n in other if n not in one)]:
+        if name not in one or name not in other:
+            return Verification(len(one), name)
+        try:
+            difference = tensor_diff(one[name], other[name])
+        except ValueError:
+            return Verification(len(one), name)
+        if difference is not None:
+            return Verification(len(one), name, difference)
+    return Verification(len(one))

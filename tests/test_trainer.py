@@ -1,0 +1,378 @@
+"""DeterministicTrainer: what a step computes, what a failing one leaves, and that a run resumes bit for bit."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import carbon_compile
+from carbon_compile import DeterministicLoader, DeterministicTrainer, assert_bitwise, runlog
+from carbon_compile.bits import frozen
+from carbon_compile.checkpoint import CheckpointError
+from carbon_compile.snapshot import RandomState
+from carbon_compile.trainer import StepFailed, TornStep, slices
+
+from .definition import eager_engine
+
+
+class Net(nn.Module):
+    """Every kind of state: weights, buffers, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.fail = None
+
+    def forward(self, x):
+        if self.fail is not None:
+            self.layers(x)
+            raise self.fail
+        return self.layers(x)
+
+
+def data(**how):
+    generator = torch.Generator().manual_seed(3)
+    return DeterministicLoader(TensorDataset(torch.randn(24, 4, generator=generator), torch.arange(24) % 3), **{"batch_size": 4, "seed": 5, **how})
+
+
+def made(optimizer="AdamW", schedule=False, **how):
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    schedulers = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if schedule else ()
+    return DeterministicTrainer(model, optimizer, **{"loss_fn": F.cross_entropy, "backend": None, "schedulers": schedulers, "data": data(), **how})
+
+
+def state(trainer):
+    return frozen([trainer.model, trainer.optimizer, [s.state_dict() for s in trainer.schedulers], trainer._random.state_dict(), trainer.steps])
+
+
+def run(trainer, steps):
+    losses = []
+    while len(losses) < steps:
+        for batch in trainer.data:
+            losses.append(trainer.step(batch))
+            if len(losses) == steps:
+                break
+    return losses
+
+
+BATCH = (torch.linspace(-1, 1, 16).reshape(4, 4), torch.tensor([0, 1, 2, 0]))
+FULL = {"schedule": True, "accumulate": 2, "clip_norm": 0.5, "autocast": torch.bfloat16}
+
+
+# --- what a step computes
+
+
+def test_a_step_is_the_plain_loop():
+    trainer, other = made(), made()
+    losses = run(trainer, 6)
+    torch.manual_seed(42)
+    for (x, y), loss in zip(data(), losses, strict=True):
+        expected = F.cross_entropy(other.model(x), y)
+        expected.backward()
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+        assert_bitwise(loss, expected.detach())
+    assert_bitwise(trainer.model, other.model)
+    assert_bitwise(trainer.optimizer, other.optimizer)
+
+
+def test_microbatches_add_up_in_order():
+    trainer, other = made(accumulate=2, clip_norm=0.1), made()
+    loss = trainer.step(BATCH)
+    torch.manual_seed(42)
+    parts = [F.cross_entropy(other.model(BATCH[0][i : i + 2]), BATCH[1][i : i + 2]) / 2 for i in (0, 2)]
+    for part in parts:
+        part.backward()
+    nn.utils.clip_grad_norm_(other.model.parameters(), 0.1)
+    other.optimizer.step()
+    assert_bitwise(trainer.model, other.model)
+    assert_bitwise(loss, parts[0].detach() + parts[1].detach())
+
+
+def test_ways_to_a_loss():
+    x, y = BATCH
+    loss = made().step((x, y))
+    ways = [
+        (made(loss_fn=None, forward=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])), {"x": x, "y": y}),
+        (made(loss_fn=lambda out, targets: F.cross_entropy(out, targets[0])), ({"x": x}, [y])),
+        (made(loss_fn=F.cross_entropy), ((x,), y)),
+    ]
+
+    class Loss(Net):
+        def forward(self, x, y):
+            return {"loss": F.cross_entropy(super().forward(x), y)}
+
+    whole = made(loss_fn=None)
+    whole.model.__class__ = Loss
+    for trainer, batch in [*ways, (whole, (x, y)), (whole, {"x": x, "y": y})][:4]:
+        assert_bitwise(trainer.step(batch), loss)
+
+
+def test_slices():
+    x, y = torch.arange(6), torch.arange(12).reshape(6, 2)
+    assert_bitwise(slices({"x": x, "n": 3, "y": [y]}, 3)[1], {"x": x[2:4], "n": 3, "y": [y[2:4]]})
+    with pytest.raises(ValueError, match="a batch of 6 can't be cut into 4 equal microbatches"):
+        slices(x, 4)
+    with pytest.raises(ValueError, match="no tensor in the batch"):
+        slices([torch.tensor(1.0), "a"], 2)
+
+
+def test_draws_between_steps_change_nothing():
+    quiet, noisy = made(), made()
+    run(quiet, 4)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    for i, batch in enumerate(noisy.data):
+        if i == 4:
+            break
+        if i == 2:
+            assert_bitwise(torch.rand(3), expected)  # and steps change nothing in between
+        noisy.step(batch)
+    assert_bitwise(state(quiet), state(noisy))
+
+
+def test_compiled_steps_are_carbons_and_keep_the_promise(tmp_path):
+    runlog.LOG.reset()
+    with eager_engine(), carbon_compile.ledger(tmp_path / "run.jsonl"):
+        trainer = made(backend="carbon", **FULL)
+        run(trainer, 3)
+        assert trainer.verify_determinism(BATCH)
+        trainer.save(tmp_path / "c.pt")
+        run(trainer, 2)
+        other = made(backend="carbon", **FULL)
+        other.load(tmp_path / "c.pt")
+        run(other, 2)
+    assert_bitwise(state(other), state(trainer))
+    certificate = carbon_compile.certificate()
+    assert certificate.held, certificate.reasons
+    assert made(**FULL).optimizer.param_groups[0]["lr"] == 0.01
+    assert all(graph["calls"] for graph in certificate.data["graphs"])
+
+
+def test_eager_steps_under_enable_are_the_compiled_ones(tmp_path):
+    with eager_engine(), carbon_compile.ledger(tmp_path / "run.jsonl") as compiled:
+        trainer = made(backend="carbon", **FULL)
+        run(trainer, 2)
+    other = made(**FULL)  # under `enable`, initialisation draws other numbers
+    with carbon_compile.enable(), carbon_compile.ledger(tmp_path / "run.jsonl") as ledger:
+        run(other, 2)
+        assert other.verify_determinism(BATCH)
+    assert (compiled.recorded, ledger.confirmed, ledger.recorded) == (2, 2, 0)
+    assert_bitwise(other.model, trainer.model)
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("how", [{}, FULL, {"optimizer": "SGD"}])
+@pytest.mark.parametrize("stop", [1, 6, 8])
+def test_resuming_is_the_uninterrupted_run(tmp_path, how, stop):
+    whole, first, second = made(**how), made(**how), made(**how)
+    run(whole, 14)
+    run(first, stop)
+    first.save(tmp_path / "c.pt", extra={"best": 3})
+    torch.rand(5)
+    assert second.load(tmp_path / "c.pt") == {"best": 3}
+    run(second, 14 - stop)
+    assert_bitwise(state(second), state(whole))
+
+
+def test_a_mismatched_checkpoint_is_refused_with_reasons_and_changes_nothing(tmp_path):
+    trainer = made()
+    run(trainer, 2)
+    trainer.save(tmp_path / "c.pt")
+    for how, reason in (
+        ({"accumulate": 2, "clip_norm": 1.0}, "accumulate was 1, here it is 2; clip_norm was None, here it is 1.0"),
+        ({"optimizer": "SGD"}, "optimizer was 'AdamW', here it is 'SGD'"),
+        ({"schedule": True}, "has 0 schedulers, this trainer 1"),
+        ({"data": data(seed=6)}, "the data's seed was 5, here it is 6"),
+        ({"data": None}, "only one of the two has a data position"),
+        ({"seed": 1}, "seed was 42, here it is 1"),
+    ):
+        other = made(**how)
+        before = state(other)
+        with pytest.raises(CheckpointError, match=reason):
+            other.load(tmp_path / "c.pt")
+        assert_bitwise(state(other), before)
+    other = made()
+    other.model.layers[3] = nn.Linear(8, 5)
+    with pytest.raises(CheckpointError, match=r"layers.3.bias is float32\[3\] in the checkpoint and float32\[5\] in the model"):
+        other.load(tmp_path / "c.pt")
+    other = made(accumulate=2)
+    other.load(tmp_path / "c.pt", strict=False)
+    assert other.steps == 2
+
+
+def test_another_contract_is_refused(tmp_path, monkeypatch):
+    made().save(tmp_path / "c.pt")
+    monkeypatch.setattr("carbon_compile.checkpoint.contract", lambda: "3")
+    with pytest.raises(CheckpointError, match="it was made under contract 2 .*, this is 3"):
+        made().load(tmp_path / "c.pt")
+
+
+def test_narrow_weights_keep_wide_optimizer_state(tmp_path):
+    def narrow():
+        trainer = made(loss_fn=None, forward=lambda model, batch: model.layers[0](batch.bfloat16()).square().mean())
+        trainer.model.bfloat16()
+        return trainer
+
+    trainer = narrow()
+    trainer.step(BATCH[0])
+    for entry in trainer.optimizer.state.values():
+        entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
+    trainer.save(tmp_path / "c.pt")
+    other = narrow()
+    other.load(tmp_path / "c.pt")
+    assert_bitwise(other.optimizer, trainer.optimizer)
+
+
+# --- steps that fail
+
+
+@contextlib.contextmanager
+def unchanged(trainer):
+    """The step inside fails and leaves everything as it was, the process's random state too."""
+    before, outside = state(trainer), RandomState.now().state_dict()
+    yield
+    assert_bitwise(state(trainer), before)
+    assert_bitwise(RandomState.now().state_dict(), outside)
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_batch_that_raises_leaves_the_state_as_it_was(steps):
+    trainer, other = made(**FULL), made(**FULL)
+    run(trainer, steps), run(other, steps)
+    trainer.model.fail = KeyError("the model's own")
+    with unchanged(trainer), pytest.raises(KeyError, match="the model's own"):
+        trainer.step(BATCH)
+    trainer.model.fail = None
+    with unchanged(trainer), pytest.raises(ValueError, match="a batch of 3 can't be cut"):
+        trainer.step((BATCH[0][:3], BATCH[1][:3]))
+    with unchanged(trainer), pytest.raises(RuntimeError):
+        trainer.step((BATCH[0][:, :3], BATCH[1]))
+    run(trainer, 3), run(other, 3)
+    assert_bitwise(state(trainer), state(other))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_taken_back(value):
+    trainer = made()
+    run(trainer, 2)
+    with unchanged(trainer), pytest.raises(StepFailed, match="step 3: the loss is (nan|inf); the step was taken back"):
+        trainer.step((BATCH[0] * value, BATCH[1]))
+    with unchanged(trainer), pytest.raises(ValueError, match=r"the loss is a tensor of shape \(4, 3\)"):
+        trainer.loss_fn = lambda out, targets: out
+        trainer.step(BATCH)
+
+
+def test_a_failing_optimizer_that_changed_nothing_is_taken_back():
+    trainer = made(schedule=True)
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: trainer.optimizer.state[next(trainer.model.parameters())].update(step=torch.tensor(0.0)) or 1 / 0
+    with unchanged(trainer), pytest.raises(ZeroDivisionError):
+        trainer.step(BATCH)
+    trainer.optimizer.step = step
+    other = made(schedule=True)
+    trainer.step(BATCH), other.step(BATCH)
+    assert_bitwise(state(trainer), state(other))
+
+
+def test_an_optimizer_that_fails_in_the_middle_asks_for_a_checkpoint(tmp_path):
+    trainer = made()
+    run(trainer, 2)
+    trainer.save(tmp_path / "c.pt")
+    before = state(trainer)
+    step = trainer.optimizer.step
+
+    def breaks():
+        step()
+        raise OSError("broken")
+
+    trainer.optimizer.step = breaks
+    for _ in range(2):
+        with pytest.raises(TornStep, match=r"step 3 failed while it changed weights \(OSError: broken\); load a checkpoint"):
+            trainer.step(BATCH)
+    with pytest.raises(TornStep):
+        trainer.save(tmp_path / "d.pt")
+    trainer.optimizer.step = step
+    trainer.load(tmp_path / "c.pt")
+    assert_bitwise(state(trainer), before)
+    trainer.step(BATCH)
+
+
+def test_wrong_arguments_are_refused():
+    for how, told in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": -1}, "clip_norm=-1"), ({"forward": len}, "loss_fn or forward")):
+        with pytest.raises(ValueError, match=told):
+            made(**how)
+
+
+# --- proof
+
+
+def test_verification_restores_everything():
+    for steps in (0, 3):
+        trainer = made(**FULL)
+        run(trainer, steps)
+        with unchanged(trainer):
+            verification = trainer.verify_determinism(BATCH)
+        assert verification and str(verification).startswith("the step gave the same bits twice (")
+
+
+def test_verification_names_what_differs_first():
+    trainer, calls = made(), []
+
+    def noisy(out, targets):
+        calls.append(0)
+        return F.cross_entropy(out, targets) + (0 if len(calls) % 2 else 1e-3) * out[:, 0].sum()
+
+    trainer.loss_fn = noisy
+    with unchanged(trainer):
+        verification = trainer.verify_determinism(BATCH)
+    assert not verification and verification.first == "loss" and verification.difference.elements == 1
+    assert str(verification).startswith("the step gave other bits the second time; first in loss: 1 of 1 elements differ")
+
+    def noisy_backward(out, targets):
+        calls.append(0)
+        out.register_hook(lambda g: g * (1 + len(calls) % 2))
+        return F.cross_entropy(out, targets)
+
+    trainer.loss_fn = noisy_backward
+    assert trainer.verify_determinism(BATCH).first == "gradients layers.3.bias"
+
+
+def test_a_ledger_records_the_trainers_steps_once(tmp_path):
+    path = tmp_path / "run.jsonl"
+    trainer = made(**FULL)
+    with carbon_compile.ledger(path, every=2) as ledger:
+        run(trainer, 4)
+        trainer.verify_determinism(BATCH)
+        trainer.save(tmp_path / "c.pt")
+        run(trainer, 2)
+    assert ledger.recorded == 3
+    line = carbon_compile.ledger_file.read(path).steps[4]
+    assert len(line["loss"]) == 2 and line["gradients"] != line["weights"]
+    other = made(**FULL)
+    other.load(tmp_path / "c.pt")
+    with carbon_compile.ledger(path, every=2) as ledger:
+        run(other, 4)
+    assert (ledger.confirmed, ledger.recorded) == (1, 1)
+
+
+@pytest.mark.gpu
+def test_a_step_on_cuda_is_the_step_on_the_cpu(tmp_path):
+    results = []
+    for device in ("cpu", "cuda"):
+        trainer = made(backend="carbon", **FULL)
+        trainer.model.to(device)
+        with carbon_compile.ledger(tmp_path / f"{device}.jsonl", model=trainer.model):
+            run(trainer, 3)
+            assert trainer.verify_determinism(BATCH)
+        results.append(carbon_compile.ledger_file.read(tmp_path / f"{device}.jsonl"))
+    assert list(carbon_compile.ledger_file.differences(*results)) == []
