@@ -76,8 +76,7 @@ def _parser():
     explain = command("explain", run_explain, "print the page of a diagnostic code")
     explain.add_argument("code", nargs="?", help="a code or its name; without it, all codes are listed")
     _add_coverage(command("coverage", run_coverage, "list every operator with its verdict and contract section"))
-    diff = command("diff", run_diff, "compare two certificates")
-    diff.add_argument("a", metavar="A"), diff.add_argument("b", metavar="B")
+    _add_diff(command("diff", run_diff, "compare two certificates, ledgers or checkpoints, and replay the step where two runs part"))
     command("env", run_env, "print versions and settings, to paste into a bug report")
     _add_demo(command("demo", run_demo, "train a small transformer and compare its weight hash with the recorded one"))
     return parser
@@ -210,21 +209,112 @@ def run_coverage(arguments) -> int:
     return CLEAN
 
 
+def _add_diff(sub):
+    sub.add_argument("a", metavar="A"), sub.add_argument("b", metavar="B")
+    sub.add_argument("--replay", metavar="TARGET", help="package.module:make, where make() returns (trainer, batch or function of the step) or (module, inputs): replay the first step that differs, node by node")
+    sub.add_argument("--checkpoint", nargs="+", default=[], metavar="FILE", help="the states to replay from: A's and B's, or one for both")
+    sub.add_argument("--settings", nargs=2, metavar=("FIRST", "SECOND"), help="how to replay: carbon, stock, carbon:float32_matmul=X2, stock:float32_matmul_precision=high (default: carbon carbon where the states differ, else carbon stock)")
+    sub.add_argument("--step", type=_positive, metavar="N", help="the step to replay, where it isn't the first that differs")
+    sub.add_argument("--output", metavar="FOLDER", help="where a reproducer's large inputs are written")
+
+
 def run_diff(arguments) -> int:
-    from carbon_compile.certificate_diff import diff
+    if not arguments.replay:
+        given = next((f"--{name}" for name in ("checkpoint", "settings", "step", "output") if getattr(arguments, name)), None)
+        if given:
+            raise Failure(f"{given} goes with --replay")
+    kind, a, b = _read_both(arguments.a, arguments.b)
+    lines = list(_differences(kind, a, b))
+    sys.stdout.write("".join(line + "\n" for line in lines))
+    if arguments.replay:
+        step = arguments.step or _first_step(kind, a, b)
+        contents = (a, b) if kind == "checkpoint" and not arguments.checkpoint else _contents(arguments.checkpoint)
+        lines = [*lines, *_replayed(arguments, contents, step)]
+    return FINDINGS if lines else CLEAN
+
+
+def _read_both(*paths):
+    """(what both files are, their contents)."""
+    kinds = [_kind(path) for path in paths]
+    if kinds[0] != kinds[1]:
+        raise Failure(f"{paths[0]} is a {kinds[0]} and {paths[1]} a {kinds[1]}")
+    try:
+        return kinds[0], *(_reader(kinds[0])(path) for path in paths)
+    except OSError as error:
+        raise Failure(f"can't read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise Failure(str(error)) from error
+
+
+def _kind(path):
+    from carbon_compile.ledger_file import is_ledger
+
+    try:
+        with open(path, "rb") as file:
+            start = file.read(2)
+    except OSError as error:
+        raise Failure(f"can't read {path}: {error.strerror}") from error
+    return "checkpoint" if start == b"PK" else "ledger" if is_ledger(path) else "certificate"
+
+
+def _reader(kind):
+    if kind == "ledger":
+        from carbon_compile.ledger_file import read
+
+        return read
+    if kind == "checkpoint":
+        from carbon_compile.checkpoint import load
+
+        return load
     from carbon_compile.certify import Certificate
 
-    def read(path):
-        try:
-            return Certificate.read(path)
-        except OSError as error:
-            raise Failure(f"can't read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise Failure(str(error)) from error
+    return Certificate.read
 
-    lines = diff(read(arguments.a), read(arguments.b))
-    sys.stdout.write("".join(line + "\n" for line in lines))
-    return FINDINGS if lines else CLEAN
+
+def _differences(kind, a, b):
+    if kind == "ledger":
+        from carbon_compile.ledger_file import differences as differ
+    elif kind == "checkpoint":
+        from carbon_compile.replay import state_differences as differ
+    else:
+        from carbon_compile.certificate_diff import diff as differ
+    return differ(a, b)
+
+
+def _first_step(kind, a, b):
+    if kind != "ledger":
+        return a["step"] + 1 if kind == "checkpoint" else None
+    from carbon_compile.ledger_file import first_difference
+
+    step = first_difference(a, b)
+    if step is None:
+        raise Failure("the ledgers agree; say with --step which step to replay")
+    return step
+
+
+def _contents(paths):
+    from carbon_compile.replay import ReplayError, read_checkpoint
+
+    if len(paths) > 2:
+        raise Failure(f"--checkpoint takes one or two files, not {len(paths)}")
+    try:
+        found = [read_checkpoint(path) for path in paths] or [None]
+    except ReplayError as error:
+        raise Failure(str(error)) from error
+    return found[0], found[-1]
+
+
+def _replayed(arguments, contents, step):
+    from carbon_compile import replay
+
+    try:
+        target = replay.Target.load(arguments.replay)
+        settings = tuple(map(replay.Setting.parse, arguments.settings)) if arguments.settings else replay.default_settings(contents)
+        made = replay.replay(target, settings, contents, step, arguments.output)
+    except ValueError as error:
+        raise Failure(str(error)) from error
+    sys.stdout.write("".join(line + "\n" for line in made.lines()))
+    return made.found
 
 
 def run_env(arguments) -> int:

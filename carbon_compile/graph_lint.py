@@ -57,13 +57,18 @@ def load_target(target: str) -> tuple[Callable, tuple]:
     TargetError, in one line, for a module that can't be imported, a name it doesn't have, a factory
     that raises, and a return value of another shape.
     """
+    return _checked(target, made_by(target))
+
+
+def made_by(target: str):
+    """What the factory "package.module:make" returns. TargetError as for `load_target`."""
     module_name, _, factory_name = target.partition(":")
     value = _import(module_name)
     for name in factory_name.split("."):
         value = _attribute(value, name, module_name)
     if not callable(value):
         raise TargetError(f"{target} is a {type(value).__name__}, not a function that returns (module, args)")
-    return _checked(target, _call(target, value))
+    return _call(target, value)
 
 
 def _import(name):
