@@ -82,9 +82,10 @@ def certificate(model=None, log: Log | None = None) -> Certificate:
         "source": source_hash(),
         "environment": environment.describe(),
         "graphs": [_graph_data(graph) for graph in graphs],
+        "eager": log.eager,
         "bypassed": [_placed(asdict(bypass)) for bypass in bypassed],
         "findings": [_finding_data(finding) for finding in findings],
-        "reasons": _reasons(graphs, bypassed, findings),
+        "reasons": _reasons(graphs, bypassed, findings, log.eager),
     }
     data["promise"] = "broken" if data["reasons"] else "held"
     data["identity"] = _identity(data)
@@ -131,16 +132,16 @@ def _finding_data(finding):
     return _placed(row | {"file": d.file, "line": d.line, "module_path": d.module_path, "direction": d.direction})
 
 
-def _reasons(graphs, bypassed, findings):
+def _reasons(graphs, bypassed, findings, eager):
     reasons = [_finding_reason(finding) for finding in findings]
     for bypass in bypassed:
         where = f" ({_place(bypass.file, bypass.line)})" if bypass.file else ""
         calls = "1 call" if bypass.calls == 1 else f"{bypass.calls} calls"
         cause = "" if bypass.code == "CB613" else f", because of {bypass.code} {CODES[bypass.code].name}"
         reasons.append(f"CB613: {calls} of {bypass.function}{where} ran outside carbon{cause}")
-    if not graphs:
+    if not graphs and not eager:
         reasons.append("CB607: carbon compiled no graph")
-    elif not any(graph.calls for graph in graphs):
+    elif graphs and not any(graph.calls for graph in graphs):
         reasons.append("no compiled graph has run yet")
     return list(dict.fromkeys(reasons))
 

@@ -237,6 +237,11 @@ class Rules(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Whether PyTorch wraps `__torch_dispatch__` to hide it from Dynamo, which never meets it."""
+        return False
+
     def __init__(self, generator=None):
         super().__init__()
         self.generator = generator
@@ -262,6 +267,7 @@ class EagerRules(Rules):
         with host.no_functions():
             if not self.session.on:
                 return op(*args, **kwargs)
+            LOG.eager += 1
             try:
                 return plan(op)(self, args, kwargs)
             except registry.Refusal as refusal:
@@ -270,10 +276,6 @@ class EagerRules(Rules):
 
     def expanding(self, generator):
         return self.inside if generator is None else Rules(generator)
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return False
 
 
 @functools.cache

@@ -70,6 +70,7 @@ class Log:
         self.graphs: list[GraphRecord] = []
         self.bypassed: dict[tuple, Bypass] = {}
         self.findings: list[Finding] = []
+        self.eager = 0  # operators that eager code ran by the contract's rules, under `enable`
 
     def graph(
         self,

@@ -67,6 +67,8 @@ def certificate_text(data: dict) -> str:
     graphs, calls = data["graphs"], sum(graph["calls"] for graph in data["graphs"])
     outside = sum(bypass["calls"] for bypass in data["bypassed"])
     lines = [f"promise {data['promise']}: {_count(len(graphs), 'graph')}, {_count(calls, 'call')}, {outside or 'none'} outside carbon"]
+    if data.get("eager"):
+        lines.append(f"  eager code ran {_count(data['eager'], 'operator')} by the contract's rules")
     lines += [f"  because {reason}" for reason in data["reasons"]]
     environment = data["environment"]
     machine = environment.get("gpus") or environment.get("cpu") or environment.get("system")

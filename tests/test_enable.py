@@ -21,6 +21,7 @@ from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.lowering import philox
 from carbon_compile.lowering.engines import TorchEngine
+from carbon_compile.runlog import LOG
 
 from . import training
 from .definition import compiled, eager_engine
@@ -531,6 +532,19 @@ def test_the_user_may_allow_what_is_refused():
     with pytest.raises(ValueError, match="did you mean 'allow'"):
         carbon_compile.enable(options={"alow": []})
     assert not modes.in_force()
+
+
+def test_the_certificate_counts_what_eager_code_ran_and_names_what_was_allowed():
+    LOG.reset()
+    assert not carbon_compile.certificate().held  # nothing ran at all
+    with carbon_compile.enable(options={"allow": ["CB103"]}):
+        torch.ones(3).exp()
+        held = carbon_compile.certificate()
+        torch.linalg.svdvals(torch.eye(2))
+        broken = carbon_compile.certificate()
+    assert held.held and "eager code ran 2 operators" in str(held)
+    assert not broken.held and "CB103" in str(broken)
+    LOG.reset()
 
 
 def test_a_refusal_in_a_worker_process_says_why():
