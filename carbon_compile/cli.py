@@ -213,7 +213,7 @@ def _add_diff(sub):
     sub.add_argument("a", metavar="A"), sub.add_argument("b", metavar="B")
     sub.add_argument("--replay", metavar="TARGET", help="package.module:make, where make() returns (trainer, batch or function of the step) or (module, inputs): replay the first step that differs, node by node")
     sub.add_argument("--checkpoint", nargs="+", default=[], metavar="FILE", help="the states to replay from: A's and B's, or one for both")
-    sub.add_argument("--settings", nargs=2, metavar=("FIRST", "SECOND"), help="how to replay: carbon, stock, carbon:float32_matmul=X2, stock:float32_matmul_precision=high (default: carbon carbon where the states differ, else carbon stock)")
+    sub.add_argument("--settings", nargs=2, metavar=("FIRST", "SECOND"), help="how to replay: carbon, stock, carbon:float32_matmul=X2, stock:float32_matmul_precision=high (default: each as its checkpoint says it ran; with one checkpoint or none, carbon stock)")
     sub.add_argument("--step", type=_positive, metavar="N", help="the step to replay, where it isn't the first that differs")
     sub.add_argument("--output", metavar="FOLDER", help="where a reproducer's large inputs are written")
 

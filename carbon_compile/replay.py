@@ -425,9 +425,17 @@ def _tensor_lines(what, a, b):
 
 
 def default_settings(contents) -> tuple[Setting, Setting]:
-    """carbon twice where the states differ, otherwise carbon and stock PyTorch."""
-    differ = any(True for _ in state_differences(*contents))
-    return Setting("carbon"), Setting("carbon" if differ else "stock")
+    """Each run as it ran, by its checkpoint; without checkpoints, carbon and stock PyTorch."""
+    if contents[0] is None or contents[0] is contents[1]:
+        return Setting("carbon"), Setting("stock")
+    return tuple(map(_as_it_ran, contents))
+
+
+def _as_it_ran(content):
+    precision = content["settings"]["float32_matmul_precision"]
+    if content["ran"] == "carbon":
+        return Setting("carbon", (("float32_matmul", "X2"),) if precision == "medium" else ())
+    return Setting("stock", () if precision == "highest" else (("float32_matmul_precision", precision),))
 
 
 def read_checkpoint(path) -> dict:

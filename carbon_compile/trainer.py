@@ -12,6 +12,7 @@ microbatches, the random numbers, and the way back from a step that fails.
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ class DeterministicTrainer:
         self.loss_fn, self.forward = loss_fn, forward
         self.accumulate, self.autocast, self.clip_norm = accumulate, autocast, clip_norm
         self.schedulers = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
-        self.data, self.check_loss = data, check_loss
+        self.data, self.check_loss, self.backend = data, check_loss, backend
         self.steps = 0
         self._random = RandomState.seeded(seed)
         self._buffers = Buffers()
@@ -293,6 +294,12 @@ class DeterministicTrainer:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         }
 
+    def _by_carbon(self):
+        """Whether steps are carbon's: compiled by it, or eager under `carbon_compile.enable`."""
+        modes = sys.modules.get("carbon_compile.modes")
+        named = self.backend == "carbon" or getattr(self.backend, "__name__", "") == "carbon"
+        return named or (modes is not None and modes.in_force())
+
     def save(self, path: str | os.PathLike, extra: dict | None = None) -> None:
         """Write a checkpoint from which training goes on bit for bit: see checkpoint.py.
 
@@ -312,6 +319,7 @@ class DeterministicTrainer:
                 "random": self._random.state_dict(),
                 "data": self.data.state_dict() if self.data is not None else None,
                 "settings": self.settings(),
+                "ran": "carbon" if self._by_carbon() else "stock",
                 "extra": extra or {},
             },
         )

@@ -234,6 +234,18 @@ def test_wrong_settings(text, told):
         Setting.parse(text)
 
 
+def test_by_default_each_run_is_replayed_as_it_ran(tmp_path):
+    trainer().save(tmp_path / "stock.pt")
+    with carbon_compile.enable():
+        trainer().save(tmp_path / "carbon.pt")
+    torch.set_float32_matmul_precision("medium")
+    trainer().save(tmp_path / "medium.pt")
+    stock, carbon, medium = (checkpoint.load(tmp_path / f"{name}.pt") for name in ("stock", "carbon", "medium"))
+    assert tuple(map(str, default_settings((stock, medium)))) == ("stock", "stock:float32_matmul_precision=medium")
+    assert tuple(map(str, default_settings((carbon, {**medium, "ran": "carbon"})))) == ("carbon", "carbon:float32_matmul=X2")
+    assert tuple(map(str, default_settings((stock, stock)))) == tuple(map(str, default_settings((None, None)))) == ("carbon", "stock")
+
+
 def test_settings_are_put_back():
     with Setting.parse("stock:float32_matmul_precision=medium,deterministic=1,autocast=bfloat16").in_force():
         assert torch.get_float32_matmul_precision() == "medium" and torch.are_deterministic_algorithms_enabled()
@@ -275,7 +287,7 @@ def test_the_command(run, job, tmp_path, capsys):
     assert cli.main([*ledgers, "--replay", job, "--checkpoint", str(run / "7.pt"), str(other / "7.pt")]) == 1
     out = capsys.readouterr().out
     assert out.startswith("first difference: step 7, loss\nequal up to step 6\n")
-    assert "replayed step 7 under carbon and under carbon\n" in out
+    assert "replayed step 7 under stock and under stock\n" in out
     assert "first node whose output differs: torch._C._nn.linear (" in out or "first node whose output differs: torch.nn.functional.linear (" in out
     assert f"test_replay.py:{line_of('return self.last(h)')}, last\n" in out
     assert "reproducer:\n    import operator\n" in out
@@ -283,7 +295,7 @@ def test_the_command(run, job, tmp_path, capsys):
     assert cli.main(checkpoints) == 1
     assert capsys.readouterr().out.startswith("weights: last.weight: 1 of 24 elements differ; first at (1, 2): ")
     assert cli.main([*checkpoints, "--replay", job]) == 1
-    assert "replayed step 7 under carbon and under carbon\n" in capsys.readouterr().out
+    assert "replayed step 7 under stock and under stock\n" in capsys.readouterr().out
 
 
 def test_the_command_explains_what_it_can_not_do(run, job, tmp_path, capsys):
