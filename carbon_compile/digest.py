@@ -47,14 +47,14 @@ def digests(tensors: list[Tensor]) -> Tensor:
     if device.type == "cuda" and _kernels() is not None:
         _kernels().digests(tensors, out)
         return out
-    small = []
+    small: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
-        if x.numel() > _SMALL:
+        if x.numel() > _SMALL or x.is_complex() or x.layout is not torch.strided:
             out[i] = _large(x)
         else:
-            small.append(i)
-    if small:
-        _small([tensors[i] for i in small], small, out)
+            small.setdefault(x.dtype, []).append(i)
+    for places in small.values():
+        _small([tensors[i] for i in places], places, out)
     return out
 
 
@@ -113,8 +113,9 @@ def _layout(sizes, device):
 
 
 def _small(tensors, places, out):
-    bits = [integers(x).to(torch.int64) for x in tensors]
-    steps, owner = _layout(tuple(b.numel() for b in bits), out.device)
+    """Digests of small tensors of one dtype, laid end to end: step counts come in hundreds."""
+    steps, owner = _layout(tuple(x.numel() for x in tensors), out.device)
+    bits = integers(torch.cat([x.detach().reshape(-1) for x in tensors])).to(torch.int64)
     totals = torch.zeros(len(tensors), dtype=torch.int64, device=out.device)
-    totals.index_add_(0, owner, _mixed(torch.cat(bits) + steps))
+    totals.index_add_(0, owner, _mixed(bits + steps))
     out[torch.tensor(places, device=out.device)] = totals

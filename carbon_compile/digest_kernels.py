@@ -71,6 +71,8 @@ def digests(tensors: list[Tensor], out: Tensor) -> None:
 
 def _readable(x):
     """(contiguous tensor of known kind, kind)."""
+    if x.dtype in _FLOATS and x.is_contiguous() and not x.is_neg():  # nearly all, and there are hundreds a step
+        return x, _FLOATS[x.dtype]
     if x.layout is not torch.strided or x.is_quantized:
         raise TypeError(f"a {x.layout} tensor of {x.dtype} has no plain bits; densify it first")
     x = x.detach()

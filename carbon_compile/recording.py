@@ -12,6 +12,7 @@ The module isn't called `ledger`, because importing it would hide the function `
 
 import contextlib
 import contextvars
+import functools
 import hashlib
 import math
 import os
@@ -297,7 +298,12 @@ def _host_digest(value):
 
 
 def _kind(value):
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "value"
+    return _told_type(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "value"
+
+
+@functools.lru_cache(maxsize=1024)
+def _told_type(dtype, shape):
+    return f"{dtype} {tuple(shape)}"
 
 
 def _loss_bits(loss):
