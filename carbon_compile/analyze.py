@@ -14,12 +14,12 @@ from .judge import (
     composite_findings,
     custom_operators,
     setting_calls,
-    uninitialised_reads,
     without_echoes,
 )
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewriting_table
+from .uninitialised import uninitialised_reads
 
 
 def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None):

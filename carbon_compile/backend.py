@@ -23,7 +23,6 @@ from .judge import (
     composite_findings,
     custom_operators,
     setting_calls,
-    uninitialised_reads,
     without_echoes,
 )
 from .lowering import composites, optimizer, pointwise, registry
@@ -31,6 +30,7 @@ from .lowering.policy import float32_class
 from .options import Options
 from .rewrite import ambient_policy, replace_graph, rewrite_dynamo, rewrite_joint
 from .runtime import Region, refusing
+from .uninitialised import uninitialised_reads
 from .verify import offenders
 
 log = logging.getLogger(__name__)

@@ -161,6 +161,11 @@ def real_tensors():
     return unset_fake_temporarily()
 
 
+def size_hint(n):
+    """The size that a symbolic size had in the call being compiled; None where only the data knows."""
+    return n.node.hint if isinstance(n, torch.SymInt) else n
+
+
 def data_dependent(value):
     """Whether a node's fake value has a size that only the data knows."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

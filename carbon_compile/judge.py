@@ -14,8 +14,6 @@ from .lowering import composites, registry
 from .runlog import NodeRow
 from .verify import classify, is_host_arithmetic
 
-_INITIALISERS = ("fill", "copy", "zero", "uniform", "normal_functional", "bernoulli", "exponential", "full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size", "random")
-
 
 class Judge(fx.Interpreter):
     """Runs the joint graph under a retrace, judging each node and applying its rule.
@@ -203,15 +201,6 @@ def _has_rules(dtype):
 def _dtypes(nodes):
     values = tree_leaves([node.meta.get("val") for node in nodes])
     return {v.dtype for v in values if isinstance(v, torch.Tensor)}
-
-
-def uninitialised_reads(graph):
-    """`empty` nodes whose contents something reads."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "empty" in str(node.target) and "aten" in str(node.target):
-            readers = [u for u in node.users if u.op != "output" and not str(u.target).removeprefix("aten.").startswith(_INITIALISERS)]
-            if (readers or any(u.op == "output" for u in node.users)) and node.meta["val"].numel() != 0:
-                yield node
 
 
 @dataclass
