@@ -16,6 +16,7 @@ from .judge import (
     setting_calls,
     without_echoes,
 )
+from .location import lines
 from .lowering import pointwise, registry
 from .options import Options
 from .rewrite import ambient_policy, rewrite_dynamo, rewriting_table
@@ -50,7 +51,7 @@ def analyze(fn, args=(), *, kwargs=None, backward=None, device=None, policy=None
         report.extend(d for d in environment.disabled_findings() if d not in report.diagnostics)
     if device == "cuda" and not report.refused:
         report.extend(devices.findings(functools.partial(trace, *work), backward))
-    report.check_allows(_lines(graphs))
+    report.check_allows(lines(graphs))
     return report
 
 
@@ -171,12 +172,3 @@ def _judge_only(report, graphs, gm, inputs):
             raise
         report.extend(met)
     return original
-
-
-def _lines(graphs):
-    from .location import stack_frames
-
-    for gm in graphs:
-        for node in gm.graph.nodes:
-            for file, line, _ in stack_frames(node.meta.get("stack_trace") or ""):
-                yield file, line

@@ -16,7 +16,7 @@ import torch
 from . import dynamo, escapes, host, modes
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
-from .diagnostics import Diagnostic, Refused, Report
+from .diagnostics import CODES, Diagnostic, Refused, Report
 from .judge import (
     Judge,
     Record,
@@ -25,10 +25,12 @@ from .judge import (
     setting_calls,
     without_echoes,
 )
+from .location import lines
 from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
 from .rewrite import ambient_policy, replace_graph, rewrite_dynamo, rewrite_joint
+from .runlog import LOG
 from .runtime import Region, refusing
 from .uninitialised import uninitialised_reads
 from .verify import offenders
@@ -65,7 +67,7 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
         log.info("refused:\n%s", report)
         region.dump("report.txt", str(report))
         return refusing(report)
-    finish(region, example_inputs)
+    finish(region, gm, example_inputs)
     return region
 
 
@@ -94,15 +96,33 @@ def compile_region(gm, example_inputs, region, caches=True):
     return compiled
 
 
-def finish(region, example_inputs):
+def finish(region, gm, example_inputs):
     """Report what was found and compiled: log, warnings, table, dump, trace."""
     report = region.everything()
+    unused = unused_allows(report, gm)
+    if region.trains(example_inputs):
+        report.extend(unused)
+    for found in unused:
+        log.info("%s: %s, %s:%s", found.code, found.message, found.file, found.line)
     region.enter(example_inputs, report)
     escapes.announce(report)
     region.show()
     region.dump("report.txt", f"{report}\n{region.table()}")
     host.trace_artifact("carbon_verdicts", lambda: json.dumps({**region.record.as_dict(), "function": region.name, "report": report.render("json")}))
     log.info("compiled %s: graph %s", region.name, region.record.graph)
+
+
+def unused_allows(report, gm):
+    """CB001 for the allow comments on a graph's lines that allowed nothing, here or in a graph before.
+
+    One that is meant for the backward is unused in inference: there, it is no more than logged. What
+    only a run can find is left to the certificate.
+    """
+    known = {finding.diagnostic for finding in (*LOG.findings, *(f for graph in LOG.graphs for f in graph.findings))}
+    checked = Report([*report, *(d for d in known if d.code != "CB001")])
+    checked.check_allows(lines([gm]))
+    found = [d for d in checked if d.code == "CB001" and d not in known]
+    return [d for d in found if "run" not in CODES[d.detail].seen_in]
 
 
 class JointPass(host.custom_graph_pass()):

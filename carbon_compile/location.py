@@ -129,3 +129,11 @@ def operator_name(node) -> str:
     module = getattr(target, "__module__", None) or ""
     name = getattr(target, "__name__", str(target))
     return f"{module}.{name}" if module.startswith("torch") else name
+
+
+def lines(graphs):
+    """(file, line) of every frame behind the nodes of graph modules."""
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            for file, line, _ in stack_frames(node.meta.get("stack_trace") or ""):
+                yield file, line

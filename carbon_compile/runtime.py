@@ -65,14 +65,18 @@ class Region:
         rows = [asdict(row) for row in self.record.rows]
         return tables.nodes([row | {"file": row["file"] and relative(row["file"], os.getcwd())} for row in rows])
 
+    @staticmethod
+    def trains(inputs):
+        """Whether there is a backward."""
+        return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)
+
     def enter(self, inputs, report):
         """Put the region into the log that certificates are made of."""
         values = [v for v in inputs if isinstance(v, torch.Tensor)]
-        training = torch.is_grad_enabled() and any(v.requires_grad for v in values)
         self.entry = LOG.graph(
             self.record.graph,
             function=self.name,
-            kind="training" if training else "inference",
+            kind="training" if self.trains(inputs) else "inference",
             device=next((v.device.type for v in values if v.device.type != "cpu"), "cpu"),
             precision={k: getattr(self.policy, k) for k in ("float32", "bfloat16", "float16")},
             nodes=self.record.rows,

@@ -315,6 +315,39 @@ def test_a_break_may_be_allowed_by_a_comment(fast):
     assert len(runlog.LOG.graphs) == 2
 
 
+def test_unused_allows_are_warned_of_once(fast):
+    def fn(x):
+        y = x * 2  # carbon: allow[CB104] there was a transform here
+        return OnlyBackward.apply(y).sum()
+
+    with pytest.warns(UserWarning, match=r"CB001: allow\[CB104\] matches no finding here") as caught:
+        compiled(fn, allow=["CB104"])(torch.ones(2, requires_grad=True))
+    assert len([w for w in caught if "CB001" in str(w.message)]) == 1
+    assert "CB001" not in "".join(carbon_compile.certificate().reasons)
+
+
+def test_an_allow_for_the_backward_is_not_called_unused_in_inference(fast):
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return torch.fft.fft(g).real  # carbon: allow[CB104] one frequency only
+
+    def fn(x):
+        return (x * 2).sum() + Backward.apply(x).sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "CB")
+        with torch.no_grad():
+            compiled(fn)(torch.ones(2))
+        compiled(fn)(torch.ones(2, requires_grad=True))
+        with torch.no_grad():
+            compiled(fn)(torch.ones(2))
+
+
 def test_breaks_that_compute_nothing_are_no_findings(fast, capsys):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
