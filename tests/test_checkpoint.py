@@ -216,40 +216,47 @@ def start(folder):
         os._exit(0)
     return child
 
-def main(whole, broken):
-    life(tempfile.mkdtemp(), steps=1)  # imports, so that a child is killed while it trains
-    warnings.simplefilter("error")
-    assert os.waitpid(start(whole), 0)[1] == 0
-    rng, kills, resumed, saves = random.Random(int(sys.argv[3])), 0, set(), 0
+def broken_run(folder, rng, kills):
+    # Killed again and again until it is through: kills so far, and the steps it resumed from.
+    resumed = set()
     while True:
-        child = start(broken)
+        child = start(folder)
         if kills < KILLS:
             time.sleep(rng.random() * 0.15)
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         if status == 0:
-            break
+            return kills, resumed
         assert os.WIFSIGNALED(status), status
-        kills += 1
-        if os.path.exists(f"{broken}/c.pt"):
-            saves = checkpoint.load(f"{broken}/c.pt")["step"]
-            resumed.add(saves)
-        if os.path.exists(f"{broken}/run.jsonl"):
-            contents = ledger_file.read(f"{broken}/run.jsonl")
-            assert contents.last >= saves
-    one, other = (checkpoint.load(f"{folder}/c.pt") for folder in (whole, broken))
-    assert_bitwise(one, other)
-    assert pathlib.Path(whole, "run.jsonl").read_text() == pathlib.Path(broken, "run.jsonl").read_text()
-    print(kills, len(resumed), one["step"])
+        kills, saved = kills + 1, 0
+        if os.path.exists(f"{folder}/c.pt"):
+            saved = checkpoint.load(f"{folder}/c.pt")["step"]
+            resumed.add(saved)
+        if os.path.exists(f"{folder}/run.jsonl"):
+            assert ledger_file.read(f"{folder}/run.jsonl").last >= saved
 
-main(*sys.argv[1:3])
+def main(root, seed):
+    life(tempfile.mkdtemp(), steps=1)  # imports, so that a child is killed while it trains
+    warnings.simplefilter("error")
+    whole = pathlib.Path(root, "whole")
+    whole.mkdir()
+    assert os.waitpid(start(whole), 0)[1] == 0
+    rng, kills, resumed = random.Random(int(seed)), 0, []
+    while kills < KILLS:
+        broken = pathlib.Path(root, str(kills))
+        broken.mkdir()
+        kills, found = broken_run(broken, rng, kills)
+        resumed += found
+        assert_bitwise(checkpoint.load(whole / "c.pt"), checkpoint.load(broken / "c.pt"))
+        assert (whole / "run.jsonl").read_text() == (broken / "run.jsonl").read_text()
+    print(kills, len(resumed))
+
+main(*sys.argv[1:])
 """
 
 
 def test_killed_at_any_moment_a_run_resumes_to_the_same_bits(tmp_path):
-    (tmp_path / "whole").mkdir(), (tmp_path / "broken").mkdir()
-    command = [sys.executable, "-c", CRASHES, str(tmp_path / "whole"), str(tmp_path / "broken"), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", CRASHES, str(tmp_path), "1"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    kills, resumed_from, steps = map(int, done.stdout.split())
-    assert kills == 50 and resumed_from > 10 and steps == 200
+    kills, resumed = map(int, done.stdout.split())
+    assert kills == 50 and resumed > 10
