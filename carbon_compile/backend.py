@@ -29,7 +29,7 @@ from .location import lines
 from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
-from .rewrite import ambient_policy, replace_graph, rewrite_dynamo, rewrite_joint
+from .rewrite import ambient_policy, copy_expanded_outputs, replace_graph, rewrite_dynamo, rewrite_joint
 from .runlog import LOG
 from .runtime import Region, refusing
 from .uninitialised import uninitialised_reads
@@ -49,7 +49,7 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     policy = ambient_policy(options)
     guard_matmul_precision()
     with logged("composites"):
-        rewrite_dynamo(gm, policy)
+        copy_expanded_outputs(rewrite_dynamo(gm, policy))
     region = Region(gm, options, policy, source_hash())
     region.report.extend(escapes.surroundings(gm, devices_of(example_inputs)))
     region.report.extend(unsafe_overrides(options))

@@ -38,6 +38,33 @@ def rewrite_dynamo(gm: fx.GraphModule, policy: Policy):
     return gm
 
 
+def copy_expanded_outputs(gm: fx.GraphModule):
+    """Copy every differentiable output that shows an element more than once, such as `x.expand(8, 4)`.
+
+    AOTAutograd makes views anew outside the graph, so the derivative of such an output, a sum, would
+    be PyTorch's own. All other views only move bits.
+    """
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    copies = {}
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad and _overlaps(value):
+            with gm.graph.inserting_before(output):
+                copies[node] = gm.graph.call_function(torch.clone, (node,), {"memory_format": torch.contiguous_format})
+            copies[node].meta.update(node.meta)
+    output.args = fx.node.map_arg(output.args, lambda n: copies.get(n, n))
+    if copies:
+        gm.recompile()
+    return gm
+
+
+def _overlaps(value):
+    if value.layout is not torch.strided:
+        return False
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return bool(value.numel() > max(extent, 1))
+
+
 def _entered(policy, device_type, dtype, enabled, cache_enabled):
     if dtype is None:
         dtype = torch.get_autocast_dtype(device_type)

@@ -211,3 +211,19 @@ def test_float64_extremes_are_exact():
     choose = lambda x: (x.amax(1), x.amin(1), x.argmax(1), x.argmin(1), *x.max(1), x.any(1))  # noqa: E731
     for a, b in zip(check_compiled(choose, [x])[0], choose(x), strict=True):
         assert_bitwise(a, b)
+
+
+def test_gradients_of_expanded_outputs_are_exact_sums():
+    """AOTAutograd replays the views of inputs outside the graph, where a derivative would be PyTorch's own."""
+    x = torch.randn(3, 1, requires_grad=True)
+    grad = torch.randn(3, 100_003) * torch.exp2(torch.randint(-40, 40, (3, 100_003)).float())
+    for view in (lambda x: x.expand(3, 100_003), lambda x: x.broadcast_to(3, 100_003), lambda x: x.squeeze(1).unsqueeze(1).expand(3, 100_003)):
+        torch.compiler.reset()
+        y = torch.compile(view, backend=carbon)(x)
+        assert_bitwise(torch.autograd.grad(y, x, grad)[0], torch.compile(lambda g: g.sum(1, keepdim=True), backend=carbon)(grad))
+    torch.compiler.reset()
+    v = torch.randn(50, requires_grad=True)
+    windows = torch.compile(lambda v: v.unfold(0, 7, 1), backend=carbon)(v)
+    grad = torch.randn(44, 7)
+    (expected,) = torch.autograd.grad(torch.compile(lambda v: v.unfold(0, 7, 1) * 1.0, backend=carbon)(v), v, grad)
+    assert_bitwise(torch.autograd.grad(windows, v, grad)[0], expected)
