@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import warnings
 from dataclasses import replace
 
@@ -150,7 +151,7 @@ class Watch(Listener):
         self.policy = options.refusals()
         self.name = ""
         self.cause = ""
-        self.counted = None
+        self._thread = threading.local()
 
     def begin(self, frame):
         conversion = Conversion(self, frame)
@@ -192,7 +193,7 @@ class Watch(Listener):
         LOG.note(report)
 
     def called(self, callback, chosen):
-        self.counted = None
+        self._thread.counted = None
         stance = environment.stance_finding()
         if stance is None:
             if self.cause:
@@ -210,13 +211,14 @@ class Watch(Listener):
 
     def _count(self):
         """Once something has escaped, each call counts as bypassed until a region of ours runs in it."""
-        if self.counted is None:
-            self.counted = LOG.bypass(self.name, self.cause)
+        if getattr(self._thread, "counted", None) is None:
+            self._thread.counted = LOG.bypass(self.name, self.cause)
 
     def ran(self):
-        if self.counted is not None:
-            self.counted.calls -= 1
-            self.counted = None
+        counted = getattr(self._thread, "counted", None)
+        if counted is not None:
+            counted.add(-1)
+            self._thread.counted = None
 
 
 def _refusing_callback(report, callback, chosen):

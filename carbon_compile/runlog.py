@@ -1,5 +1,6 @@
 """What was compiled and run in this process: filled by the runtime, read by the certificate."""
 
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,8 @@ class GraphRecord:
     parameters: tuple = ()
 
     def called(self) -> None:
-        self.calls += 1
+        with _COUNTING:
+            self.calls += 1
 
 
 @dataclass
@@ -61,6 +63,13 @@ class Bypass:
     calls: int = 1
     file: str | None = None
     line: int | None = None
+
+    def add(self, calls: int) -> None:
+        with _COUNTING:
+            self.calls += calls
+
+
+_COUNTING = threading.Lock()  # a compiled function may be called by several threads
 
 
 class Log:
@@ -101,7 +110,7 @@ class Log:
     ) -> Bypass:
         """Counts calls of a compiled function for which no graph of ours ran."""
         known = self.bypassed.setdefault((function, code, file, line), Bypass(function, code, 0, file, line))
-        known.calls += calls
+        known.add(calls)
         return known
 
     def reset(self) -> None:

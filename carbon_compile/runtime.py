@@ -36,7 +36,7 @@ class Region:
         self.compiled = None
 
     def __call__(self, *args):
-        self.entry.calls += 1
+        self.entry.called()
         if self.watch is not None:
             self.watch.ran()
         return self.compiled(*args)

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -391,6 +392,21 @@ def test_recompile_limit_allowed_counts_what_ran_outside(fast):
     assert not certificate.held
     assert any("7 calls of scaled" in reason and "recompile-limit" in reason for reason in certificate.reasons)
     assert sum(graph["calls"] for graph in certificate.data["graphs"]) == 3
+
+
+def test_calls_of_several_threads_are_counted(fast):
+    with torch._dynamo.config.patch(recompile_limit=2):
+        fn = torch.compile(scaled, backend=carbon, dynamic=False, options={"allow": ["CB602"]})
+        for step in range(3):  # 0 and 1 are compiled, 2 ran outside
+            fn(torch.ones(2), step)
+        assert sum(bypass.calls for bypass in runlog.LOG.bypassed.values()) == 1
+        threads = [threading.Thread(target=lambda: [fn(torch.ones(2), step) for step in 100 * [0, 2]]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(bypass.calls for bypass in runlog.LOG.bypassed.values()) == 401
+    assert sum(graph.calls for graph in runlog.LOG.graphs) == 402
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
