@@ -219,6 +219,18 @@ def scalar_tensor(value, *, dtype=None, **options):
     return NotImplemented if rounded == value or value != value else torch.ops.aten.scalar_tensor.default(rounded, dtype=dtype, **options)
 
 
+@rule("aten.zero.default", section="1", integers="rule", moves=True)
+def zero(x):
+    """What `x.zero_()` leaves, whatever x held."""
+    return torch.ops.aten.zeros_like.default(x)
+
+
+@rule("aten._efficientzerotensor.default", section="1", integers="rule", moves=True)
+def efficientzerotensor(size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """The gradient of `sign`: ordinary zeros."""
+    return torch.ops.aten.zeros.default(size, dtype=dtype, device=device)
+
+
 @rule("aten.fill.Scalar", section="1", moves=True)
 def fill(x, value):
     rounded = P.rounded(value, x.dtype)

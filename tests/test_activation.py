@@ -115,3 +115,11 @@ def test_float64_pieces_are_ieee():
     function = lambda x: (F.relu(x), F.leaky_relu(x), F.hardtanh(x), F.hardshrink(x), F.hardsigmoid(x), x**2, x**-1)  # noqa: E731
     outputs, _ = check_compiled(function, [x])
     assert_bitwise(outputs, list(function(x)))
+
+
+def test_zeros_that_autograd_and_in_place_calls_make():
+    """`zero_` on a computed value, and the derivative of `sgn`, which is a tensor without elements."""
+    x = torch.randn(5, requires_grad=True)
+    outputs, gradients = check_compiled(lambda x: ((x * 2).zero_() + x, torch.sgn(x)), [x])
+    assert_bitwise(outputs, [x.detach() + 0, torch.sgn(x.detach())])
+    assert gradients[0].isfinite().all()
