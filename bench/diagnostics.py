@@ -4,9 +4,9 @@ Without: no verdicts, no rows, no graph hash, no record, and nobody listens to D
 Both compile cold, in turns, for the same machine noise.
 """
 
+import argparse
 import contextlib
 import statistics
-import sys
 import time
 from unittest import mock
 
@@ -68,4 +68,7 @@ def main(layers=2, rounds=3):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", nargs="?", type=int, default=2)
+    parser.add_argument("rounds", nargs="?", type=int, default=3)
+    main(**vars(parser.parse_args()))
