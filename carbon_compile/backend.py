@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dynamo, escapes, host, modes
+from . import dtensor, dynamo, escapes, host, modes  # noqa: F401  (products of DTensors)
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import CODES, Diagnostic, Refused, Report
@@ -29,7 +29,14 @@ from .location import lines
 from .lowering import composites, optimizer, pointwise, registry
 from .lowering.policy import float32_class
 from .options import Options
-from .rewrite import ambient_policy, copy_expanded_outputs, replace_graph, rewrite_dynamo, rewrite_joint
+from .recognise import cut_products
+from .rewrite import (
+    ambient_policy,
+    copy_expanded_outputs,
+    replace_graph,
+    rewrite_dynamo,
+    rewrite_joint,
+)
 from .runlog import LOG
 from .runtime import Region, refusing
 from .uninitialised import uninitialised_reads
@@ -135,6 +142,7 @@ class JointPass(host.custom_graph_pass()):
         self.ran = True
         region, gm = self.region, graph.owning_module
         region.dump("before.txt", readable(gm))
+        cut_products(graph)
         judge = Judge(gm, region.graph_report.policy)
         self.identity = graph_hash(graph)
         with logged("judge and rewrite"):

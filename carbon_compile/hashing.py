@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from . import host
 from .bits import ENGINE_FLAGS, canonical_bits
 
 # Elements canonicalised at a time, so that the copy made for it stays small.
@@ -115,7 +116,7 @@ def _add_record(digest, path, kind, shape, data):
 
 def _add_tensor(digest, path, tensor):
     if hasattr(tensor, "full_tensor"):  # a DTensor: the logical tensor is what counts
-        tensor = tensor.full_tensor()
+        tensor = host.full_tensor(tensor)
     tensor = tensor.detach()
     where = ".".join(map(str, path)) or "a tensor"
     if tensor.is_meta or type(tensor).__name__ == "FakeTensor":

@@ -6,6 +6,7 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 import contextlib
 import logging
 import os
+import sys
 from unittest import mock
 
 import torch
@@ -427,3 +428,44 @@ def optimizer_hooks():
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
     return len(_global_optimizer_post_hooks)
+
+
+def strided(tensor, mesh, dim, parts):
+    """A DTensor of which each rank holds its chunk of each of `parts` equal parts of a dimension."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    pieces = [part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in tensor.chunk(parts, dim)]
+    placement = _StridedShard(dim, split_factor=parts)
+    return DTensor.from_local(torch.cat(pieces, dim), mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def full_tensor(tensor):
+    """The whole of a DTensor, on every rank; 2.11 can't put together what `strided` cut."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement, mesh = tensor.placements[0], tensor.device_mesh
+    if mesh.ndim > 1 or not isinstance(placement, _StridedShard):
+        return tensor.full_tensor()
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(tensor.to_local().detach().contiguous(), mesh.size(), mesh.get_group().group_name)
+    ranks = torch.ops._c10d_functional.wait_tensor(gathered).chunk(mesh.size(), 0)
+    parts = zip(*(rank.chunk(placement.split_factor, placement.dim) for rank in ranks), strict=True)
+    return torch.cat([torch.cat(part, placement.dim) for part in parts], placement.dim)
+
+
+def communication_hooks(ddp):
+    """The communication hooks of a DistributedDataParallel module."""
+    return [hook for hook, _ in ddp._comm_hooks]
+
+
+def handle_dtensors(op, handler):
+    """Let `handler(op, args, kwargs)` run an operator that is given DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def unwraps_itself(kind):
+    """Whether a tensor class is DTensor, which turns an operator into operators on this rank's parts."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)

@@ -150,7 +150,7 @@ def refusal_code(node, code):
         return "CB611" if "triton" in str(target) else "CB110"
     if code and code != "CB101":
         return code
-    if target.namespace.endswith("c10d_functional"):
+    if "c10d" in target.namespace:
         return "CB501"
     if target.namespace not in _KNOWN:
         return "CB610"
@@ -224,7 +224,7 @@ def custom_operators(gm):
     implementation, AOTAutograd fails on it before there is a joint graph to judge."""
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None) or str(node.target).partition(".")[0]
-        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and namespace not in _KNOWN:
+        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) and namespace not in _KNOWN and "c10d" not in namespace:
             yield Diagnostic.of("CB610", node)
 
 

@@ -247,6 +247,8 @@ class Rules(TorchDispatchMode):
         self.generator = generator
 
     def __torch_dispatch__(self, op, types_, args=(), kwargs=None):
+        if any(host.unwraps_itself(kind) for kind in types_):
+            return NotImplemented  # a DTensor runs the operator on its parts, which come back here
         return plan(op)(self, args, kwargs or {})
 
     def expanding(self, generator):
@@ -264,6 +266,8 @@ class EagerRules(Rules):
 
     def __torch_dispatch__(self, op, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(host.unwraps_itself(kind) for kind in types_):
+            return NotImplemented
         with host.no_functions():
             if not self.session.on:
                 return op(*args, **kwargs)

@@ -108,8 +108,11 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
 
 
-def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The output and the weights [..., L, S], in binary32 and after dropout."""
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, drop=None):
+    """The output and the weights [..., L, S], in binary32 and after dropout.
+
+    drop(weights, p): dropout of weights that are a part of a larger tensor.
+    """
     _check(query, key, value, attn_mask, is_causal)
     (length, features), keys = query.shape[-2:], key.shape[-2]
     rows = _grouped(query, key, value) if enable_gqa else query
@@ -125,7 +128,7 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     if is_causal:
         attn_mask = torch.arange(keys, device=q.device) <= torch.arange(length, device=q.device).unsqueeze(1)
     weights = torch.ops.carbon.attention_weights(scores, attn_mask)
-    weights = random.dropout(weights, dropout_p, True)
+    weights = random.dropout(weights, dropout_p, True) if drop is None else drop(weights, dropout_p)
     out = KEYS(weights.reshape(q.shape[0], -1, keys), v, window, query.dtype)
     return out.reshape(*heads, length, value.shape[-1]), weights
 

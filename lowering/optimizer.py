@@ -184,8 +184,14 @@ def _devices(params):
     return found
 
 
+def _local(tensors):
+    """The parts that this rank holds of tensors which ranks share: an update is elementwise."""
+    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+
+
 def adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, grad_scale, found_inf, *, amsgrad, beta1, beta2, lr, weight_decay, eps, maximize, decoupled):
     """Step the parameters and states in place, and the step counts with them."""
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = map(_local, (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
     for device, indices in _devices(params).items():
         advance = 1 if found_inf is None else 1 - found_inf.to(device).reshape(())
         steps = torch.stack([state_steps[i] for i in indices]).to(device) + advance

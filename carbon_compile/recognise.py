@@ -1,0 +1,107 @@
+"""Products whose partial results are summed over ranks, found in the joint graph (contract section 8).
+
+A row-parallel layer, or the input gradient of a column-parallel one, is written as a product of what a
+rank holds and an all-reduce of the results. Each partial result would be rounded before the sum, so
+the bits would depend on the number of ranks. Such a pair becomes one product cut by contraction, with
+the bits of the product of the whole operands. It tells how its weight is cut, so the other products
+of that weight (the layer's own, its input gradient, its weight gradient) follow: they exchange the
+maxima that their balance takes over the whole.
+"""
+
+import torch
+
+from .lowering.collective import MM_CUT, _group, c10d, process_group
+
+MM = torch.ops.carbon.mm.default
+_aten = torch.ops.aten
+_SHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.clone.default}
+_VIEWS = _SHAPES | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.detach.default}
+
+
+def cut_products(graph):
+    """Rewrite the products of a joint graph in place; returns how many were found by their collective."""
+    products = []
+    for node in list(graph.nodes):
+        shared = node.target is c10d.reduce_scatter_tensor.default
+        if not (shared or node.target is c10d.all_reduce.default) or node.args[1] != "sum":
+            continue
+        product = _product_behind(node.args[0], () if shared else _SHAPES)
+        if product is not None:
+            products.append((product, node, shared))
+    known = {product for product, _, _ in products}
+    for product, collective, shared in products:
+        _follow(graph, product, collective, known)
+        _join(graph, product, collective, shared)
+    return len(products)
+
+
+def _product_behind(node, shapes):
+    """The product that reaches `node` through nothing but changes of shape, and goes nowhere else."""
+    while node.target in shapes and len(node.users) == 1:
+        node = node.args[0]
+    if node.target is not MM or len(node.users) != 1:
+        return None
+    bias, balance = node.args[2], node.args[4]
+    return node if bias is None and balance == "weight" else None
+
+
+def _base(node):
+    """The tensor that a node shows in another shape."""
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _cut(graph, node, arguments, cut, group, shared=False):
+    """A cut product before `node`."""
+    a, b, bias, window, balance, dtype = arguments
+    with graph.inserting_before(node):
+        return graph.call_function(MM_CUT, (a, b, bias, window, balance, dtype, 0, 0, cut, group, process_group(group).size(), shared))
+
+
+def _join(graph, product, collective, shared):
+    joined = _cut(graph, product, product.args, "contraction", _group(collective.args[-1]), shared)
+    joined.meta = {**product.meta, "val": collective.meta["val"] if shared else product.meta["val"]}
+    product.replace_all_uses_with(joined)
+    graph.erase_node(product)
+    collective.replace_all_uses_with(collective.args[0])
+    graph.erase_node(collective)
+
+
+def _follow(graph, product, collective, known):
+    """The other products of the weight, whose columns or rows are the contraction of this one."""
+    activation, weight = _base(product.args[0]), _base(product.args[1])
+    group = _group(collective.args[-1])
+    for node in list(graph.nodes):
+        if node.target is not MM or node in known:
+            continue
+        a, b, balance = node.args[0], node.args[1], node.args[4]
+        if balance == "weight":
+            if _base(b) is weight:
+                _replace(graph, node, _cut(graph, node, node.args, "columns", group))
+        elif balance == "gradient" and activation in (_base(a), _base(b)):
+            _replace(graph, node, _cut(graph, node, node.args, "rows" if _base(a) is activation else "columns", group))
+        elif balance == "gradient_transposed" and activation in (_base(a), _base(b)):
+            _transposed(graph, node, "rows" if _base(b) is activation else "columns", group)
+
+
+def _replace(graph, node, new):
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _transposed(graph, node, cut, group):
+    """(A^T dC)^T from dC^T and A."""
+    dc, a, _, window, _, dtype = node.args
+    with graph.inserting_before(node):
+        a_t, dc_t = (graph.call_function(_aten.permute.default, (t, [1, 0])) for t in (a, dc))
+    for new, old in ((a_t, a), (dc_t, dc)):
+        new.meta = {**node.meta, "val": old.meta["val"].t()}
+    gradient = _cut(graph, node, (a_t, dc_t, None, window, "gradient", dtype), cut, group)
+    gradient.meta = {**node.meta, "val": node.meta["val"].t()}
+    with graph.inserting_before(node):
+        back = graph.call_function(_aten.permute.default, (gradient, [1, 0]))
+        whole = graph.call_function(_aten.clone.default, (back,), {"memory_format": torch.contiguous_format})
+    back.meta = dict(node.meta)
+    _replace(graph, node, whole)
