@@ -54,7 +54,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
 
     def attend(self, x):
-        heads = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+        heads = self.qkv(x).unflatten(-1, (3, -1, WIDTH // HEADS))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, HEADS, L, WIDTH / HEADS]
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
 

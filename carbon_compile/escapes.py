@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from . import dynamo, environment, recording
+from . import dynamo, environment, host, recording
 from .diagnostics import Diagnostic, Refused, Report
 from .graph_lint import diagnose_break, diagnose_reason
 from .location import is_torch, user_frame
@@ -263,7 +263,9 @@ def surroundings(gm, devices):
 def wrappers():
     """Findings for what surrounds a running module and reduces its gradients by itself."""
     ddp = sys.modules.get("torch.nn.parallel.distributed")
-    if ddp is not None and ddp.DistributedDataParallel._get_active_ddp_module() is not None:
+    active = None if ddp is None else ddp.DistributedDataParallel._get_active_ddp_module()
+    ours = sys.modules.get("carbon_compile.data_parallel")
+    if active is not None and not (ours and ours.reduce_gradients in host.communication_hooks(active)):
         yield Diagnostic("CB502", op="DistributedDataParallel")
 
 
