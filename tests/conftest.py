@@ -17,6 +17,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if "distributed" not in (config.option.markexpr or ""):
+        skip = pytest.mark.skip(reason="starts up to eight processes: pytest -m distributed")
+        for item in items:
+            if "distributed" in item.keywords:
+                item.add_marker(skip)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -510,8 +510,9 @@ def test_ranks_are_not_combined_without_a_rule(tmp_path):
         with carbon_compile.enable():
             x = torch.ones(1, 2)
             dist.broadcast(x, 0)  # moves elements
+            dist.all_reduce(x)  # adds exactly
             with pytest.raises(carbon_compile.Refused, match="CB501"):
-                dist.all_reduce(x)
+                dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
             with pytest.raises(carbon_compile.Refused, match="CB502"):
                 nn.parallel.DistributedDataParallel(nn.Linear(2, 2))(x)
     finally:

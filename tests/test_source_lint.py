@@ -118,7 +118,7 @@ def test_code_that_is_not_compiled_may_read_values(text):
         ("import numpy as np\nreturn x + np.random.rand()", "CB401"),
         ("return x.cauchy_()", "CB402"),
         ("torch.cuda.manual_seed_all(1)", "CB404"),
-        ("torch.distributed.all_reduce(x)", "CB501"),
+        ("torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.PRODUCT)", "CB501"),
         ("return x.nonzero()", "CB606"),
         ("x.set_(y)", "CB608"),
         ("for part in set(parts): x = x + part", "CB305"),
@@ -139,6 +139,7 @@ def test_in_compiled_code(body, code):
         "for name in sorted({'a', 'b'}): x = x + 1",
         "return x.unique(), {}.items()",
         "torch.distributed.all_gather(parts, x)",
+        "torch.distributed.all_reduce(x)",
         "return x.exponential_(), torch.randperm(4)",
     ],
 )
