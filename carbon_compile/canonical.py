@@ -32,6 +32,8 @@ class _Writer:
             return self.size(value)
         if kind == "device":
             return "device"
+        if kind.endswith("ScriptObject"):  # a process group: its text is an address
+            return "object"
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(self.value, value))}]"
         if isinstance(value, dict):
