@@ -153,6 +153,13 @@ class Watch(Listener):
         self.cause = ""
         self._thread = threading.local()
 
+    def __getstate__(self):
+        """Copies and pickles of a compiled model count for themselves."""
+        return {name: value for name, value in self.__dict__.items() if name != "_thread"}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _thread=threading.local())
+
     def begin(self, frame):
         conversion = Conversion(self, frame)
         if not self.name and not is_torch(frame.f_code.co_filename):

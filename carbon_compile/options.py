@@ -44,7 +44,7 @@ class Options:
         values = {}
         for key, value in (options or {}).items():
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
+                near = difflib.get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
                 raise OptionError(f"unknown option {key!r}{hint}")
             values[key] = _checked(key, value)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from . import dynamo, host, tables
-from .diagnostics import Refused, Report
+from . import dynamo, environment, host, tables
+from .diagnostics import Diagnostic, Refused, Report
 from .judge import Record
 from .render import relative
 from .runlog import LOG
@@ -36,10 +36,18 @@ class Region:
         self.compiled = None
 
     def __call__(self, *args):
+        if environment.subnormals_flushed():  # a call of set_flush_denormal takes effect at any time
+            self.met(Diagnostic("CB302"))
         self.entry.called()
         if self.watch is not None:
             self.watch.ran()
         return self.compiled(*args)
+
+    def met(self, found):
+        """A finding about this call: refused before it runs, or kept for the certificate."""
+        report = Report([found], self.report.policy)
+        report.raise_if_refused()
+        LOG.note(report)
 
     def raise_if_refused(self):
         if self.report.refused or self.graph_report.refused:

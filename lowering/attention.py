@@ -118,7 +118,7 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     rows = _grouped(query, key, value) if enable_gqa else query
     batch = torch.broadcast_shapes(rows.shape[:-2], key.shape[:-2], value.shape[:-2])
     heads = (*batch[:-1], query.shape[-3]) if enable_gqa else batch
-    q, k, v = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (rows, key, value))
+    q, k, v = (t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:]) for t in (rows, key, value))
     window = policy.current().window(query.dtype)
     scores = SCORES(q, k, window).reshape(*heads, length, keys)
     scores = scores * (1.0 / math.sqrt(features) if scale is None else scale)
@@ -129,7 +129,7 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         attn_mask = torch.arange(keys, device=q.device) <= torch.arange(length, device=q.device).unsqueeze(1)
     weights = torch.ops.carbon.attention_weights(scores, attn_mask)
     weights = random.dropout(weights, dropout_p, True) if drop is None else drop(weights, dropout_p)
-    out = KEYS(weights.reshape(q.shape[0], -1, keys), v, window, query.dtype)
+    out = KEYS(weights.reshape(q.shape[0], q.shape[1], keys), v, window, query.dtype)
     return out.reshape(*heads, length, value.shape[-1]), weights
 
 

@@ -58,9 +58,10 @@ class Composites(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.policy.autocast:
             args, kwargs = cast_arguments(self.policy, function, args, kwargs)
-        replacement = registry.COMPOSITES.get(function)
+        replacement = None if _differentiating() else registry.COMPOSITES.get(function)
         if replacement is not None:
             try:
+                _check_layout(args, kwargs)
                 with policy.using(self.policy), Composites(self.policy.with_autocast(None)):
                     return replacement(*args, **kwargs)
             except registry.Refusal as refusal:
@@ -77,6 +78,18 @@ class Composites(TorchFunctionMode):
             finally:
                 self.entered.remove(function)
         return function(*args, **kwargs)
+
+
+def _differentiating():
+    """Whether torch.func takes a derivative here. Our derivatives can't be a part of its own, so the
+    function runs as PyTorch's, whose operators have rules; the same forward, and PyTorch's derivative."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key().name in ("Grad", "Jvp") for level in levels)
+
+
+def _check_layout(args, kwargs):
+    if any(t.is_nested for t in floats_of((args, kwargs))):
+        raise registry.Refusal("CB108", "nested")
 
 
 def cast_arguments(current, function, args, kwargs):

@@ -132,7 +132,7 @@ def linear(x, weight, bias=None):
     if weight.dim() == 1:
         y = matmul(x, weight)
         return y if bias is None else y + bias
-    y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias)
+    y = mm(x.reshape(_product(x.shape[:-1]), x.shape[-1]), weight.t(), bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -146,18 +146,18 @@ def matmul(a, b):
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b).squeeze(-2)
     if b.dim() == 2:
-        y = mm(a.reshape(-1, a.shape[-1]), b)
+        y = mm(a.reshape(_product(a.shape[:-1]), a.shape[-1]), b)
         return y.reshape(*a.shape[:-1], b.shape[-1])
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a3 = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-    b3 = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+    a3 = a.expand(*batch, *a.shape[-2:]).reshape(_product(batch), *a.shape[-2:])
+    b3 = b.expand(*batch, *b.shape[-2:]).reshape(_product(batch), *b.shape[-2:])
     return bmm(a3, b3).reshape(*batch, a.shape[-2], b.shape[-1])
 
 
 def matmul_vector(a, v):
     """a [..., K] times v [K]: a product with one column and no balance."""
-    rows = a.reshape(1, -1, a.shape[-1])
-    y = bmm(rows, v.reshape(1, -1, 1))
+    rows = a.reshape(1, _product(a.shape[:-1]), a.shape[-1])
+    y = bmm(rows, v.reshape(1, v.shape[0], 1))
     return y.reshape(a.shape[:-1])
 
 
@@ -185,7 +185,7 @@ def mv(a, b):
         return matmul_vector(a, b)
     if a.dim() == 0 or b.dim() == 0:
         return a * b
-    y = mm(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]).t())
+    y = mm(a.reshape(_product(a.shape[:-1]), a.shape[-1]), b.reshape(_product(b.shape[:-1]), b.shape[-1]).t())
     return y.reshape(*a.shape[:-1], *b.shape[:-1])
 
 
@@ -199,7 +199,7 @@ def addmm(x, a, b, *, beta=1, alpha=1):
 
 @composite(torch.addmv, torch.Tensor.addmv, section="4")
 def addmv(x, a, v, *, beta=1, alpha=1):
-    product = BMM(a.unsqueeze(0), v.reshape(1, -1, 1), policy.current().window(a.dtype), torch.float32)
+    product = BMM(a.unsqueeze(0), v.reshape(1, v.shape[0], 1), policy.current().window(a.dtype), torch.float32)
     return _affine(x, product.reshape(a.shape[0]), beta, alpha, a.dtype)
 
 
@@ -212,8 +212,8 @@ def baddbmm(x, a, b, *, beta=1, alpha=1):
 @composite(torch.addbmm, torch.Tensor.addbmm, section="4")
 def addbmm(x, a, b, *, beta=1, alpha=1):
     """beta x + alpha sum_b (a_b @ b_b): one contraction over batch and K."""
-    rows = a.permute(1, 0, 2).reshape(a.shape[1], -1)
-    return addmm(x, rows, b.reshape(-1, b.shape[2]), beta=beta, alpha=alpha)
+    rows = a.permute(1, 0, 2).reshape(a.shape[1], a.shape[0] * a.shape[2])
+    return addmm(x, rows, b.reshape(b.shape[0] * b.shape[1], b.shape[2]), beta=beta, alpha=alpha)
 
 
 def _affine(x, product, beta, alpha, dtype):
@@ -337,8 +337,8 @@ def tensordot(a, b, dims=2, out=None):
     rows = [d for d in range(a.dim()) if d not in da]
     columns = [d for d in range(b.dim()) if d not in db]
     k = _product(a.shape[d] for d in da)
-    left = a.permute([*rows, *da]).reshape(-1, k)
-    right = b.permute([*db, *columns]).reshape(k, -1)
+    left = a.permute([*rows, *da]).reshape(_product(a.shape[d] for d in rows), k)
+    right = b.permute([*db, *columns]).reshape(k, _product(b.shape[d] for d in columns))
     weight = b.dim() == 2 and len(columns) == 1
     y = mm(left, right) if weight else bmm(left.unsqueeze(0), right.unsqueeze(0))
     return y.reshape([*(a.shape[d] for d in rows), *(b.shape[d] for d in columns)])

@@ -1,5 +1,6 @@
 """torch.compile(..., backend="carbon") as people use it: options, shapes, modes, caches, precision."""
 
+import copy
 import json
 import os
 import pathlib
@@ -66,6 +67,11 @@ def test_wrong_options_name_the_nearest(options, told):
     with pytest.raises(OptionError) as caught:
         compiled(torch.sin, **options)(torch.ones(2))
     assert told in str(caught.value)
+
+
+def test_names_of_options_are_strings():
+    with pytest.raises(OptionError, match="unknown option 3; known options: on_unsafe"):
+        Options.parse(options={3: 4})
 
 
 def test_a_mode_is_inductors():
@@ -266,6 +272,47 @@ def test_the_counting_backend_of_dynamo_works_with_it():
     with eager_engine():
         torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
     assert counter.frame_count == 1 and runlog.LOG.graphs[-1].calls == 1
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        lambda f: torch.vmap(torch.func.grad(lambda x: f(x).sum())),
+        lambda f: torch.func.jacfwd(lambda x: f.up(x).tanh().sum(0)),
+    ],
+    ids=["grad", "per sample", "jacfwd"],
+)
+def test_derivatives_of_torch_func(transform, fast):
+    model = Mlp()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    fn, x = transform(model), torch.randn(3, 8)
+    assert torch.allclose(torch.compile(fn, backend="carbon")(x), fn(x), atol=1e-5)
+    assert carbon_compile.certificate().held
+
+
+def test_sizes_of_zero(fast):
+    def fn(a, b, v):
+        s = F.scaled_dot_product_attention(a[None], b.mT[None], b.mT[None])
+        return a @ b, a @ v, F.linear(a, b.mT[0]), torch.einsum("bik,bkj->bij", a, b), torch.tensordot(a[0], b[0], 1), s
+
+    for shapes in (((2, 3, 0), (2, 0, 5), (0,)), ((0, 3, 4), (0, 4, 5), (4,)), ((2, 0, 4), (2, 4, 5), (4,))):
+        given = [torch.zeros(*shape) for shape in shapes]
+        if 0 in (shapes[0][0], shapes[0][2]):  # nothing to take from the batch, and no scale of no features
+            part = lambda a, b, v: (a @ b, a @ v)  # noqa: E731
+            ours, theirs = compiled(part)(*given), part(*given)
+        else:
+            ours, theirs = compiled(fn)(*given), fn(*given)
+        assert [y.shape for y in ours] == [y.shape for y in theirs]
+        torch.compiler.reset()
+
+
+def test_a_compiled_model_may_be_copied(fast):
+    model = torch.compile(Mlp(), backend="carbon")
+    x = torch.randn(3, 8)
+    assert_bitwise(copy.deepcopy(model)(x), model(x))
+    assert_bitwise(copy.deepcopy(model)(x), model(x))
 
 
 # --- caches

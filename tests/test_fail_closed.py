@@ -504,6 +504,40 @@ def test_a_certificate_of_nothing_says_so():
     assert carbon_compile.certificate(model).reasons == ["CB607: carbon compiled no graph"]
 
 
+def test_flushing_that_starts_after_the_compilation(fast):
+    fn = compiled(scaled)
+    fn(torch.ones(2), 2)
+    torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(Refused, match="CB302"):
+            fn(torch.ones(2), 2)
+    finally:
+        torch.set_flush_denormal(False)
+    fn(torch.ones(2), 2)
+    assert carbon_compile.certificate().held
+    allowed = compiled(lambda x: x + 1, allow=["CB302"])
+    allowed(torch.ones(2))
+    torch.set_flush_denormal(True)
+    try:
+        allowed(torch.ones(2))
+    finally:
+        torch.set_flush_denormal(False)
+    assert carbon_compile.certificate().reasons == ["CB302: this thread flushes subnormal numbers to zero; allowed: allow=CB302"]
+
+
+def test_jagged_tensors_in_a_product_are_refused():
+    layer = torch.nn.Linear(4, 4)
+    jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert "CB108" in refused(lambda x: layer(x), jagged).counts()
+
+
+def test_a_layer_compiled_in_place_is_skipped_by_dynamo():
+    layer = torch.nn.Linear(4, 4)
+    layer.compile(backend="carbon")
+    with pytest.raises(Refused, match="CB607"):
+        layer(torch.ones(2, 4))
+
+
 # --- our own bugs
 
 
