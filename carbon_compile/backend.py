@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dtensor, dynamo, escapes, host, modes  # noqa: F401  (products of DTensors)
+from . import dtensor, dynamo, escapes, host, modes
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import CODES, Diagnostic, Refused, Report
@@ -83,7 +83,7 @@ def compile_region(gm, example_inputs, region, caches=True):
     joint = JointPass(region)
     config = {**inductor_config(), **dict(region.options.inductor), "joint_custom_pre_pass": joint, **host.cacheable(composites.call, source_hash())}
     caches = caches and not region.options.dump  # a warm cache has no graphs to show
-    with host.no_autocast(), composite_findings(region.graph_report) as joint.collect, host.autograd_cache(caches), logged("compile"):
+    with host.no_autocast(), dtensor.reporting(region.graph_report), composite_findings(region.graph_report) as joint.collect, host.autograd_cache(caches), logged("compile"):
         compiled = host.compile_fx(
             gm,
             example_inputs,

@@ -2,13 +2,18 @@
 
 So PyTorch's own `ColwiseParallel` and `RowwiseParallel` of linear layers keep the bits of one rank.
 DTensor by itself would multiply what a rank holds, round, and add; here maxima and exact totals are
-exchanged (contract section 8). One-dimensional meshes.
+exchanged (contract section 8). One-dimensional meshes. Other sums over a dimension that ranks cut are
+refused: DTensor adds partial results that each rank has rounded.
 """
+
+import contextlib
+import contextvars
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from . import host
+from . import host, modes
+from .diagnostics import Diagnostic
 from .lowering.collective import MM_CUT
 from .lowering.matmul import MM
 
@@ -64,4 +69,31 @@ def _part(t, mesh, dim):
     return chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
 
 
+_REPORT = contextvars.ContextVar("the report of the graph in compilation", default=None)
+_PARTIAL = "DTensor adds what each rank has summed and rounded for itself, so the bits belong to the number of ranks; sum it whole, or with carbon_compile.parallel"
+
+
+@contextlib.contextmanager
+def reporting(report):
+    """Findings about DTensors that are traced meanwhile go into `report`."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+def check_partial_sum(tensor, operation):
+    """CB501 for a floating-point sum of partial results, in a compilation or under `enable`."""
+    if not tensor.is_floating_point() or operation not in ("sum", "avg"):
+        return
+    name = f"a DTensor's {operation} over ranks"
+    report = _REPORT.get()
+    if report is not None:
+        report.add(Diagnostic("CB501", _PARTIAL, name))
+    elif modes.in_force():
+        host.dispatch_mode(modes.EagerRules).session.refuse("CB501", _PARTIAL, name)
+
+
 host.handle_dtensors(MM, product)
+host.before_partial_sums(check_partial_sum)

@@ -4,6 +4,7 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -463,6 +464,25 @@ def handle_dtensors(op, handler):
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def before_partial_sums(check):
+    """Call `check(tensor, reduce_op)` before DTensor adds the parts that ranks computed each for itself.
+
+    Not for `_MaskPartial`: of an embedding cut by rows, all parts but one are zero.
+    """
+    from torch.distributed.tensor import placement_types
+
+    def checked(method):
+        @functools.wraps(method)
+        def reduce(self, tensor, *args, **kwargs):
+            check(tensor, self.reduce_op)
+            return method(self, tensor, *args, **kwargs)
+
+        return reduce
+
+    for name in ("_reduce_value", "_reduce_shard_value"):
+        setattr(placement_types.Partial, name, checked(getattr(placement_types.Partial, name)))
 
 
 def unwraps_itself(kind):

@@ -354,3 +354,25 @@ def dying(rank, world):
 
     told = _raised(step)
     return told, fingerprint(model) == before and all(p.grad is None for p in model.parameters())
+
+
+def partial_sums(rank, world):
+    """[code or None of: a sum over the dimension that ranks cut, one over another, a largest], eager and compiled."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    import carbon_compile
+    from carbon_compile.diagnostics import Refused
+
+    x = DTensor.from_local(torch.randn(3, 4), init_device_mesh("cpu", (world,)), [Shard(0)], run_check=False)
+    cases = (lambda x: x.sum(0).full_tensor(), lambda x: x.sum(1).full_tensor(), lambda x: x.amax(0).full_tensor())
+
+    def code(run):
+        try:
+            run(x)
+        except Refused as refused:
+            return refused.report.diagnostics[0].code
+        return None
+
+    with carbon_compile.enable():
+        eager = [code(case) for case in cases]
+    return eager, [code(torch.compile(case, backend=carbon)) for case in cases[:1]]

@@ -35,6 +35,11 @@ def test_logical_shards_on_one_rank_and_two():
             assert result == alone["plain"], kind
 
 
+def test_partial_sums_of_dtensors_are_refused():
+    for eager, compiled in ranks.run(checks.partial_sums, 2):
+        assert eager == ["CB501", None, None] and compiled == ["CB501"]
+
+
 def test_ranks_that_disagree_all_say_so_and_go_on():
     for told, clean, after in ranks.run(checks.disagreement, 2):
         shapes, operations, types, seeds = (text for text, _ in told)
