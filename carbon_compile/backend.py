@@ -27,7 +27,7 @@ from .judge import (
 )
 from .location import lines
 from .lowering import composites, optimizer, pointwise, registry
-from .lowering.policy import float32_class
+from .lowering.policy import float32_class, matmul_precision
 from .options import Options
 from .recognise import cut_products
 from .rewrite import (
@@ -207,9 +207,9 @@ class Decompositions(dict):
 
 def guard_matmul_precision():
     """Compile anew when `torch.set_float32_matmul_precision` changes the class of float32 products."""
-    compiled = float32_class(torch.get_float32_matmul_precision())
+    compiled = float32_class(matmul_precision())
     host.guard_on(
-        lambda: float32_class(torch.get_float32_matmul_precision()) == compiled,
+        lambda: float32_class(matmul_precision()) == compiled,
         f"float32 matmul precision gives products of class {compiled}",
     )
 

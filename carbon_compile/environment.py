@@ -67,10 +67,12 @@ def describe() -> dict:
 
 
 def _flags(torch):
+    from carbon_compile.lowering.policy import matmul_precision
+
     flags = {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda_matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "float32_matmul_precision": matmul_precision(),
+        "cuda_matmul_tf32": _tf32(torch.backends.cuda.matmul),
+        "cudnn_tf32": _tf32(torch.backends.cudnn),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -83,6 +85,14 @@ def _flags(torch):
         if value is not None:
             flags[f"dynamo_{name}"] = value
     return flags
+
+
+def _tf32(backend):
+    """Whether TF32 is on; where that was set by `fp32_precision`, the older name for it raises."""
+    try:
+        return backend.allow_tf32
+    except RuntimeError:
+        return True
 
 
 def _setting(module, name):

@@ -98,7 +98,7 @@ class Session:
 
     def policy(self):
         """The policy of this moment: matmul precision, options, and the autocast around."""
-        key = (torch.get_float32_matmul_precision(), host.autocast_dtype())
+        key = (policy.matmul_precision(), host.autocast_dtype())
         found = self._policies.get(key)
         if found is None:
             found = self._policies[key] = self.options.policy().with_autocast(key[1])

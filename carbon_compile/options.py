@@ -4,10 +4,8 @@ import difflib
 import os
 from dataclasses import dataclass, fields
 
-import torch
-
 from . import diagnostics
-from .lowering.policy import Policy, float32_class
+from .lowering.policy import Policy, float32_class, matmul_precision
 
 
 class OptionError(ValueError):
@@ -62,7 +60,7 @@ class Options:
     def policy(self):
         """Product classes by input type, with the matmul precision of this moment."""
         chosen = {
-            "float32": float32_class(torch.get_float32_matmul_precision()) if self.float32_matmul == "auto" else self.float32_matmul,
+            "float32": float32_class(matmul_precision()) if self.float32_matmul == "auto" else self.float32_matmul,
             "bfloat16": "X2" if self.bfloat16_matmul == "auto" else self.bfloat16_matmul,
             "float16": "X3" if self.float16_matmul == "auto" else self.float16_matmul,
         }

@@ -66,8 +66,10 @@ class Setting:
             with enable(seed=None, options=options or None):
                 yield
             return
+        from .lowering.policy import matmul_precision
+
         values = dict(self.values)
-        precision, strict = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+        precision, strict = matmul_precision(), torch.are_deterministic_algorithms_enabled()
         torch.set_float32_matmul_precision(values.get("float32_matmul_precision", precision))
         torch.use_deterministic_algorithms(values.get("deterministic", "0") not in ("0", "false"))
         autocast = getattr(torch, values.get("autocast", "bfloat16"), None)

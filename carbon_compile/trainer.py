@@ -23,6 +23,7 @@ from . import checkpoint
 from .bits import Difference, tensor_diff
 from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
+from .lowering.policy import matmul_precision
 from .recording import open_ledgers, parameter_names, unobserved
 from .snapshot import Buffers, RandomState, Snapshot
 
@@ -291,7 +292,7 @@ class DeterministicTrainer:
             "clip_norm": self.clip_norm,
             "optimizer": type(self.optimizer).__name__,
             "schedulers": [type(s).__name__ for s in self.schedulers],
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "float32_matmul_precision": matmul_precision(),
         }
 
     def _by_carbon(self):

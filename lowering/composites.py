@@ -63,7 +63,7 @@ class Composites(TorchFunctionMode):
             try:
                 _check_layout(args, kwargs)
                 with policy.using(self.policy), Composites(self.policy.with_autocast(None)):
-                    return replacement(*args, **kwargs)
+                    return _written(replacement, args, kwargs)
             except registry.Refusal as refusal:
                 met = _refusals.get()
                 if met is None:
@@ -78,6 +78,17 @@ class Composites(TorchFunctionMode):
             finally:
                 self.entered.remove(function)
         return function(*args, **kwargs)
+
+
+def _written(replacement, args, kwargs):
+    """The replacement's result; `out=`, which composites don't know, gets a copy of it."""
+    out = kwargs.get("out")
+    if not isinstance(out, torch.Tensor):
+        return replacement(*args, **kwargs)
+    result = replacement(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(f"out= is {out.dtype} of shape {tuple(out.shape)}, and the result is {result.dtype} of shape {tuple(result.shape)}")
+    return out.copy_(result)
 
 
 def _differentiating():

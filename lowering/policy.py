@@ -54,6 +54,15 @@ def float32_class(precision):
     return "X2" if precision == "medium" else "X3"
 
 
+def matmul_precision():
+    """`torch.get_float32_matmul_precision()`, "high" where it raises: when the setting comes from
+    `fp32_precision` ("tf32" or "bf16"), which has more values than that function can say."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high"
+
+
 _current = contextvars.ContextVar("carbon_policy")
 
 

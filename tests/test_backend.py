@@ -235,6 +235,33 @@ def test_matmul_precision_recompiles_when_the_class_changes(fast):
     assert [g.precision["float32"] for g in runlog.LOG.graphs] == ["X3", "X3", "X2"]
 
 
+@pytest.fixture
+def tf32():
+    """Switched on by the newer of PyTorch's two ways, after which the older getters raise."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def test_the_newer_precision_setting(fast, tf32):
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    torch.compile(lambda a: a @ a, backend="carbon")(torch.ones(2, 2))
+    certificate = carbon_compile.certificate()
+    assert certificate.held and certificate.data["graphs"][0]["precision"]["float32"] == "X3"
+    assert certificate.data["environment"]["cuda_matmul_tf32"] is True
+
+
+def test_out_of_a_composite(fast):
+    def fn(a):
+        out = torch.empty(2, 2)
+        torch.mm(a, a, out=out)
+        return out
+
+    a = torch.randn(2, 2)
+    assert_bitwise(compiled(fn)(a), compiled(lambda a: a @ a)(a))
+
+
 def test_an_option_overrides_the_precision(fast):
     a, b = torch.randn(4, 64), torch.randn(64, 4)
     asked = compiled(lambda a, b: a @ b, float32_matmul="X2")(a, b)
