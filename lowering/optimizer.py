@@ -189,6 +189,13 @@ def _local(tensors):
     return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
 
+def _placed_like(whole, part):
+    """This rank's part of a new state, as a DTensor where its parameter is one."""
+    if not hasattr(whole, "to_local"):
+        return part
+    return type(whole).from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, grad_scale, found_inf, *, amsgrad, beta1, beta2, lr, weight_decay, eps, maximize, decoupled):
     """Step the parameters and states in place, and the step counts with them."""
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = map(_local, (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
@@ -233,13 +240,15 @@ class _SGD:
 
 def sgd(params, grads, buffers, grad_scale, found_inf, *, weight_decay, momentum, lr, dampening, nesterov, maximize):
     """Step the parameters and momentum buffers in place; a buffer that is None is created in its list."""
+    wholes, held = params, buffers
+    params, grads, buffers = map(_local, (params, grads, buffers))
     steps = {device: _SGD(device, lr, weight_decay, momentum, dampening, nesterov) for device in _devices(params)}
     for i, p in enumerate(params):
         g = _gradient(grads[i], maximize, grad_scale)
         p_new, b_new = steps[p.device].update(p, g, buffers[i] if momentum != 0 else None)
         _write(p, p_new, found_inf)
         if momentum != 0 and buffers[i] is None:
-            buffers[i] = b_new
+            held[i] = _placed_like(wholes[i], b_new)
         elif momentum != 0:
             _write(buffers[i], b_new, found_inf)
 

@@ -376,3 +376,32 @@ def partial_sums(rank, world):
     with carbon_compile.enable():
         eager = [code(case) for case in cases]
     return eager, [code(torch.compile(case, backend=carbon)) for case in cases[:1]]
+
+
+def optimizers_of_parts(rank, world):
+    """Names of the optimizers whose steps on a DTensor's parts differ from those on the whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    import carbon_compile
+
+    mesh = init_device_mesh("cpu", (world,))
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    }
+    different = []
+    for name, make in kinds.items():
+        with carbon_compile.enable():
+            whole = torch.nn.Parameter(torch.randn(5, 3))
+            part = torch.nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(0)]))
+            optimizers = make([whole]), make([part])
+            for _ in range(3):
+                whole.grad = torch.randn(5, 3)
+                part.grad = distribute_tensor(whole.grad.clone(), mesh, [Shard(0)])
+                for optimizer in optimizers:
+                    optimizer.step()
+            if not torch.equal(part.full_tensor().detach(), whole.detach()):
+                different.append(name)
+    return different

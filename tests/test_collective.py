@@ -35,6 +35,10 @@ def test_logical_shards_on_one_rank_and_two():
             assert result == alone["plain"], kind
 
 
+def test_optimizers_step_a_dtensors_parts():
+    assert ranks.run(checks.optimizers_of_parts, 2) == [[], []]
+
+
 def test_partial_sums_of_dtensors_are_refused():
     for eager, compiled in ranks.run(checks.partial_sums, 2):
         assert eager == ["CB501", None, None] and compiled == ["CB501"]
