@@ -168,6 +168,13 @@ def size_hint(n):
     return n.node.hint if isinstance(n, torch.SymInt) else n
 
 
+def unless_known_false(condition):
+    """The condition on symbolic sizes, guarded; True where only the data knows."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
 def data_dependent(value):
     """Whether a node's fake value has a size that only the data knows."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

@@ -62,7 +62,7 @@ def _overlaps(value):
     if value.layout is not torch.strided:
         return False
     extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return bool(value.numel() > max(extent, 1))
+    return host.unless_known_false(value.numel() > extent)
 
 
 def _entered(policy, device_type, dtype, enabled, cache_enabled):
