@@ -37,7 +37,7 @@ set_.source_Storage_storage_offset set_.source_Storage set_.source_Tensor_storag
 detach_.default as_strided_.default squeeze_.default squeeze_.dim squeeze_.dims unsqueeze_.default t_.default transpose_.default
 swapaxes_.default swapdims_.default lift.default is_same_size.default is_pinned.default _pin_memory.default record_stream.default
 _is_all_true.default _is_any_true.default is_set_to.default _debug_has_internal_overlap.default _efficientzerotensor.default
-_reshape_copy.default _reshape_alias_copy.default _lazy_clone.default _has_same_storage_numel.default _shape_as_tensor.default
+_cudnn_rnn_flatten_weight.default _reshape_copy.default _reshape_alias_copy.default _lazy_clone.default _has_same_storage_numel.default _shape_as_tensor.default
 """
 _KEPT = {op for op in (registry.overload(f"aten.{name}") for name in BOOKKEEPING.split()) if op is not None}
 
@@ -282,6 +282,12 @@ class EagerRules(Rules):
         return self.inside if generator is None else Rules(generator)
 
 
+def computes_nothing(op):
+    """A custom operator without tensors, in or out: an extension that asks for its library's version."""
+    values = [*op._schema.arguments, *op._schema.returns] if isinstance(op, torch._ops.OpOverload) else [None]
+    return op.namespace not in ("aten", "prims") and all(v is not None and "Tensor" not in str(v.type) for v in values)
+
+
 @functools.cache
 def plan(op):
     """How to run an operator: a function of (mode, arguments, keywords)."""
@@ -294,7 +300,7 @@ def plan(op):
     if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler" or _moves_over_ranks(op):
         return lambda mode, args, kwargs: op(*args, **kwargs)
     rule = registry.load().get(op)
-    if rule is None and is_carbon(op):
+    if rule is None and (is_carbon(op) or computes_nothing(op)):
         return lambda mode, args, kwargs: op(*args, **kwargs)
     if rule is None and isinstance(op, torch._ops.OpOverload):
         functional = functional_form(op)

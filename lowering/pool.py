@@ -125,7 +125,9 @@ def maximum(x, windows):
         key = torch.ops.carbon.order_key(key, dtype=P.key_type(x.dtype))
     key = torch.where(windows.valid, windows.gather(key), torch.iinfo(key.dtype).min)
     best = (key == key.amax(windows.inner(), keepdim=True)) & windows.valid
-    index = torch.where(best, windows.flat(), math.prod(windows.sizes)).amin(windows.inner())
+    last = math.prod(windows.sizes) - 1
+    # Bounded for lanes that hold no window: see `reduction._first`.
+    index = torch.where(best, windows.flat(), last).amin(windows.inner()).clamp(max=last)
     values = x.flatten(-windows.n).gather(-1, index.flatten(-windows.n))
     return values.reshape(index.shape), index
 

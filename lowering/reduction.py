@@ -206,8 +206,11 @@ def _first(key, best, dim, keepdim):
     if key.dim():
         shape[dim] = n
     index = aten.arange.default(n, dtype=torch.int64, device=key.device).view(shape)
-    index = aten.where.self(aten.eq.Tensor(key, best), index, P.scalar(n, key, torch.int64))
-    return aten.amin.default(index, [dim], keepdim)
+    last = P.scalar(n - 1, key, torch.int64)
+    index = aten.where.self(aten.eq.Tensor(key, best), index, last)
+    # The bound changes nothing here. Inductor's check of an index runs in lanes beyond the last row
+    # too, where this minimum is over nothing: without the bound, gathering by it traps on a GPU.
+    return aten.minimum.default(aten.amin.default(index, [dim], keepdim), last)
 
 
 def _extreme(x, dim, keepdim, smallest):

@@ -181,6 +181,20 @@ def searchsorted_scalar(sorted_sequence, value, **options):
     return aten.searchsorted.Tensor(P.cast(sorted_sequence, dtype), P.scalar(value, sorted_sequence, dtype), **options)
 
 
+@rule("aten.searchsorted.Tensor", section="3", integers="keep")
+def searchsorted(sorted_sequence, value, **options):
+    """Where each value goes, by the order of this section: a NaN behind all numbers, wherever it is."""
+    if not sorted_sequence.is_floating_point() or sorted_sequence.dtype is not value.dtype:
+        return NotImplemented
+    keys = (torch.ops.carbon.order_key(x, dtype=P.key_type(x.dtype)) for x in (sorted_sequence, value))
+    return aten.searchsorted.Tensor(*keys, **options)
+
+
+@rule("aten.bucketize.Tensor", section="3", integers="keep")
+def bucketize(value, boundaries, **options):
+    return searchsorted(boundaries, value, **options)
+
+
 @rule("aten.bucketize.Scalar", section="3", integers="rule")
 def bucketize_scalar(value, boundaries, **options):
     return searchsorted_scalar(boundaries, value, **options)

@@ -38,7 +38,7 @@ bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __and__.Tensor __or
 __xor__.Tensor __and__.Scalar __or__.Scalar __lshift__.Scalar __rshift__.Scalar __lshift__.Tensor
 __rshift__.Tensor logical_and.default logical_or.default logical_xor.default logical_not.default
 isin.Tensor_Tensor nonzero.default nonzero_static.default
-bucketize.Tensor searchsorted.Tensor equal.default
+equal.default
 sym_size.int sym_numel.default sym_stride.int sym_storage_offset.default
 _assert_async.msg _assert_scalar.default _assert_tensor_metadata.default
 _local_scalar_dense.default

@@ -19,6 +19,7 @@ import carbon_compile
 from carbon_compile import eager, modes
 from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.diagnostics import Refused
 from carbon_compile.lowering import philox
 from carbon_compile.lowering.engines import TorchEngine
 from carbon_compile.runlog import LOG
@@ -686,3 +687,15 @@ def check(device):
     results = {f"{case}/{p}": train(case, device, p) for case in ("mlp", "recurrent") for p in PRECISIONS}
     results["initialised"] = [carbon_compile.fingerprint(t) for t in initialised(device)]
     return results
+
+
+def test_an_extension_may_say_its_version_but_not_compute():
+    library = torch.library.Library("carbon_extension_test", "DEF")
+    library.define("version() -> int")
+    library.impl("version", lambda: 7, "CompositeExplicitAutograd")
+    library.define("triple(Tensor x) -> Tensor")
+    library.impl("triple", lambda x: x * 3, "CompositeExplicitAutograd")
+    with carbon_compile.enable(seed=1):
+        assert torch.ops.carbon_extension_test.version() == 7
+        with pytest.raises(Refused, match="CB610"):
+            torch.ops.carbon_extension_test.triple(torch.ones(2))
