@@ -30,8 +30,15 @@ SHAPES = {
     "forward 16384x768x3072": (16384, 768, 3072, "weight", "kk"),
     "dX 16384x3072x768": (16384, 3072, 768, "weight", "kr"),
     "dW 768x3072x16384": (768, 3072, 16384, "gradient", "rr"),
+    "short 4096x2304x768": (4096, 2304, 768, "weight", "kr"),
+    "narrow 4096x768x768": (4096, 768, 768, "weight", "kr"),
+    "narrow 4096x768x3072": (4096, 768, 3072, "weight", "kr"),
+    "dW 768x768x4096": (768, 768, 4096, "gradient", "rr"),
+    "head 4096x50257x768": (4096, 50257, 768, "weight", "kk"),
+    "head dX 4096x768x50257": (4096, 768, 50257, "weight", "kr"),
     "decode 16x4096x4096": (16, 4096, 4096, "weight", "kk"),
     "attention 96x512x512x64": (512, 512, 64, 96, "kk"),
+    "values 96x512x64x512": (512, 64, 512, 96, "kr"),
 }
 
 # m, n, k, dtype, balance, layouts, output, bias
@@ -146,23 +153,61 @@ def time_shape(name: str, window: int) -> dict:
             matmul.exact_mm(a, b, window=window, balance=balance)[:rows].cpu(),
             twin_rows(a, b, window, balance, rows),
         )
-    qa, qb = kernels.quantize_operands(a, b, window, balance)
+    recipe = kernels.prepare(a, b, window, balance, None)
     out = torch.empty((*a.shape[:-1], n), dtype=dtype, device="cuda")
-    gemm = milliseconds(lambda: kernels.multiply_digits(qa, qb, window, batch or 1, out))
-    plan = launch.gemm_plan(m, n, qa.padded, window, batch or 1, launch.hardware(out.device))
+    quantise, product = parts(recipe, a, b, out)
+    gemm = milliseconds(product)
     operations = 2 * m * n * k * (batch or 1) * (window // 8) ** 2
     return {
         "shape": name,
         "class": "X2" if window == 16 else "X3",
         "bits": "equal" if equal else "DIFFER",
         "whole": milliseconds(whole),
-        "quantise": milliseconds(lambda: kernels.quantize_operands(a, b, window, balance)),
+        "quantise": milliseconds(quantise),
         "gemm": gemm,
         "int8 TOP/s": operations / gemm / 1e9,
         "cuBLAS bf16": milliseconds(lambda: a.bfloat16() @ b.bfloat16()) if window == 16 else None,
         "cuBLAS fp32": milliseconds(lambda: a @ b) if window == 24 else None,
-        "plan": plan.describe(),
+        "plan": recipe.plan.describe(),
     }
+
+
+def parts(recipe, a, b, out):
+    """The two halves of a prepared product on fixed scratch: quantising, and the integer product."""
+    from carbon_compile.templates.matmul_recipe import ZEROS
+
+    buffers = (a, b, None, out, *recipe.scratch(out.device))
+    recipe.run(buffers)
+    pointers = [0 if x is None else x.data_ptr() for x in buffers]
+
+    def half(launches):
+        if buffers[ZEROS] is not None:
+            buffers[ZEROS].zero_()
+        if recipe.replays:
+            recipe.replay(pointers, torch.cuda.current_stream().cuda_stream, launches)
+        else:
+            recipe.run(buffers, launches)
+
+    halves = slice(0, recipe.quantising), slice(recipe.quantising, None)
+    return [functools.partial(half, launches) for launches in halves]
+
+
+def host_overhead() -> dict[str, float]:
+    """Python's share: microseconds a call of 200 tiny products back to back, nobody waiting."""
+    rows = {}
+    for window, balance in ((16, "weight"), (24, "weight"), (24, "gradient")):
+        a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
+        call = functools.partial(matmul.exact_mm, a, b, window=window, balance=balance)
+        times = []
+        for _ in range(7):
+            call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            times.append((time.perf_counter() - start) / 200)
+        rows[f"X{window // 8} {balance}"] = sorted(times)[3] * 1e6
+    return rows
 
 
 def tune(name: str, window: int) -> list[tuple[float, dict]]:
@@ -171,17 +216,14 @@ def tune(name: str, window: int) -> list[tuple[float, dict]]:
 
     dtype = torch.bfloat16 if window == 16 else torch.float32
     a, b, batch, balance = inputs(SHAPES[name], dtype, "cuda")
-    qa, qb = kernels.quantize_operands(a, b, window, balance)
     out = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="cuda")
-    kernels.multiply_digits(qa, qb, window, batch or 1, out)
+    recipe = kernels.prepare(a, b, window, balance, None)
+    recipe.run((a, b, None, out, *recipe.scratch(out.device)))
     reference, times = out.clone(), []
-    hardware = launch.hardware(out.device)
-    chosen = launch.gemm_plan(qa.rows, qb.rows, qa.padded, window, batch or 1, hardware)
-    for plan in launch.variants(chosen, qa.padded, window):
-        run = functools.partial(kernels.multiply_digits, qa, qb, window, batch or 1, out, plan=plan)
+    for plan in launch.variants(recipe.plan, launch.padded_contraction(a.shape[-1]), window):
+        out.zero_()
         try:
-            out.zero_()
-            run()
+            _, run = parts(kernels.prepare(a, b, window, balance, None, plan=plan), a, b, out)
             assert torch.equal(out, reference), plan
             times.append((milliseconds(run), plan))
         except triton_errors() as e:
@@ -201,6 +243,8 @@ def check_plans() -> list[str]:
         b = operand(400, 1000, "k", torch.float32, 2).cuda().t()
         chosen = launch.gemm_plan(300, 400, 1000, window, 1, launch.hardware(a.device))
         for plan in launch.variants(replace(chosen, splits=2), 1024, window):
+            if plan.programs:
+                plan = replace(plan, programs=5)  # several tiles each
             print("plan", plan, flush=True)  # the last line names a plan that hangs
             try:
                 got = kernels.multiply(a, b, window, "none", None, torch.float32, plan=plan)
@@ -284,6 +328,8 @@ def main() -> int:
                     (ms, launch.plan_as_dict(plan)) for ms, plan in fastest
                 ]
     else:
+        report["host us a call"] = host_overhead()
+        print("host, us a call:", {k: round(v, 1) for k, v in report["host us a call"].items()})
         report["times"] = []
         for name in SHAPES:
             for window in (16, 24):

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dtensor, dynamo, escapes, host, modes
+from . import dtensor, dynamo, escapes, host, modes, precompile
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import CODES, Diagnostic, Refused, Report
@@ -190,6 +190,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
     if left:
         raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
     with modes.suspended():  # a backward graph is compiled where eager code may keep the contract
+        precompile.start(gm.graph)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
 

@@ -40,7 +40,7 @@ def define_product(name, section, schema, implementation, fake):
 
 def _mm(a, b, bias, window, balance, dtype):
     if balance == "gradient_transposed":  # (A^T dC)^T, written in the layout of a transposed weight
-        return templates.exact_mm(b.t(), a.t(), window=window, balance="gradient", out_dtype=dtype).t().contiguous()
+        return templates.exact_mm(b.t(), a.t(), window=window, balance="gradient", out_dtype=dtype, transposed=True).t()
     return templates.exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype)
 
 

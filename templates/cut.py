@@ -78,8 +78,7 @@ def _balance(a: Tensor, b: Tensor, balance: str, exchanges: Exchanges) -> Tensor
     if balance == "weight":
         return eb.masked_fill(eb == EMPTY, 0)
     ea = _exchanged(_largest(a, 0), exchanges.rows)
-    d = torch.div(eb - ea, 2, rounding_mode="trunc")
-    return d.masked_fill((ea == EMPTY) | (eb == EMPTY), 0)
+    return twin.between(ea, eb)
 
 
 def _exchanged(e: Tensor, exchange) -> Tensor:

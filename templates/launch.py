@@ -8,6 +8,7 @@ small cost model, and `override` is the seam for an autotuner's verdicts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -39,7 +40,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one product runs; `swap` computes C^T = B^T A^T, `span` is a split's contraction."""
+    """How one product runs; `swap` computes C^T = B^T A^T, `span` is a split's contraction.
+
+    `programs`, if any, limits how many a specialised schedule runs: they take turns on the tiles.
+    """
 
     bm: int
     bn: int
@@ -55,6 +59,7 @@ class Plan:
     words: int = 0
     splits: int = 1
     engine: str = "int8"
+    programs: int = 0
 
     def describe(self) -> dict:
         """The verdict table's columns."""
@@ -66,6 +71,7 @@ class Plan:
             "stages": self.stages,
             "schedule": ("joint" if self.joint else "levels")
             + (", specialised" if self.specialised else "")
+            + (", persistent" if self.programs else "")
             + (", swapped" if self.swap else ""),
         }
 
@@ -99,38 +105,52 @@ def _power_of_two(n: int) -> int:
 # ---- quantisation: memory-bound, 16 to 32 elements a thread ----
 
 
-@functools.lru_cache(4096)
-def rows_tile(batch: int, rows: int, padded: int, stride_r: int, stride_k: int) -> Tile | None:
-    """Whole rows in registers, or None where they are too long for that."""
-    columns = _power_of_two(padded)
-    if stride_k > stride_r and rows > 1:
-        # Rows lie side by side: read at least 32 of them together.
-        return Tile(max(32, 4096 // columns), columns, 8) if columns <= 256 else None
-    if columns > 8192:
-        return None
-    return Tile(max(1, min(64, 4096 // columns)), columns, 8 if columns >= 4096 else 4)
+_QUANTISING_WARPS = 8
+# Tokens by features: the tokens of all resident programs stay in L2 until they are read again.
+TOKENS_TILE = Tile(8, 1024, _QUANTISING_WARPS)
 
 
-@functools.lru_cache(4096)
-def maxima_tile(batch: int, rows: int, k: int, stride_r: int, stride_k: int) -> Tile:
-    side_by_side = stride_k > stride_r and rows > 1
-    tile_rows, columns = (128, 32) if side_by_side else (4, 1024)
-    if not side_by_side and k <= 256:
-        tile_rows, columns = 16, 256
-    steps, programs = 1, batch * -(-rows // tile_rows)
-    # Long programs save atomics; stop while there are a few for every multiprocessor.
-    while steps < 16 and columns * steps < k and programs * (k // (columns * steps * 2)) >= 512:
-        steps *= 2
-    if not side_by_side and k <= columns * 8:
-        steps = max(steps, _power_of_two(-(-k // columns)))  # no atomics, no start value
-    return Tile(tile_rows, columns, 4, steps)
+def rows_tile(rows: int, k: int, side_by_side: bool) -> Tile:
+    """A program's whole rows, 16 or 32 elements a thread, in few widths: few kernels to compile."""
+    if side_by_side and rows > 1:
+        columns = min(512, max(64, _power_of_two(k)))
+        return Tile(max(16, min(128, 8192 // columns)), columns, _QUANTISING_WARPS)
+    columns = next((width for width in (64, 256, 1024) if k <= width), 4096)
+    return Tile(4096 // columns, columns, _QUANTISING_WARPS)
 
 
-def digits_tile(stride_r: int, stride_k: int) -> Tile:
-    return Tile(64, 128, 8) if stride_k > stride_r else Tile(8, 1024, 8)
+def maxima_tile(k: int, side_by_side: bool) -> Tile:
+    """Rows up to 8192 are one program's, which stores their maxima; longer ones need atomics."""
+    if side_by_side:
+        rows, columns = 16, 512
+    else:
+        columns = next((width for width in (64, 256) if k <= width), 1024)
+        rows = 4096 // columns
+    steps = -(-k // columns)
+    return Tile(rows, columns, 4 if columns * rows <= 4096 else 8, steps if k <= 8192 else 4)
+
+
+def digits_tile(side_by_side: bool) -> Tile:
+    return Tile(64, 128, 8) if side_by_side else Tile(8, 1024, 8)
 
 
 # ---- products ----
+
+# Hopper's plans for wide products, and what a tile costs: microseconds per index of the contraction
+# and besides, tiles per multiprocessor at a time. Fitted to an H100 at 4096^3, 16384x768x3072 and
+# 768x3072x16384.
+_HOPPER = {
+    16: {
+        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): (0.0105, 5.0, 1),
+        Plan(64, 64, 128, 4, 3, joint=True, tma=True): (0.0056, 4.2, 2),
+        Plan(128, 256, 128, 16, 3, tma=True): (0.0289, 15.4, 1),
+    },
+    24: {
+        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): (0.0185, 14.0, 1),
+        Plan(128, 64, 128, 8, 3, joint=True, tma=True): (0.0127, 8.0, 1),
+        Plan(128, 256, 128, 16, 3, tma=True): (0.0636, 19.3, 1),
+    },
+}
 
 
 def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[Plan]:
@@ -147,16 +167,19 @@ def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[
         if window == 16:
             return [Plan(128, bn, 128, 4 if bn <= 32 else 8, 4, joint=True, tma=True)]
         return [Plan(128, bn, 64, 4 if bn <= 32 else 8, 5, joint=True, tma=True)]
-    return [
-        Plan(128, 256, 128, 16, 3, tma=True),
-        Plan(256, 128, 128, 16, 3, tma=True),
-        Plan(128, 128, 128, 8, 4, tma=True),
-        Plan(128, 64, 128, 8, 4, tma=True),
-        Plan(64, 64, 128, 4, 4, tma=True),
-    ]
+    return list(_HOPPER[window])
 
 
 _overrides: dict[tuple, Plan] = {}
+prepared: dict[tuple, Callable] = {}  # products ready to replay, by signature
+_PREPARED = 4096
+
+
+def keep(signature: tuple, product: Callable) -> None:
+    """Remember a prepared product; with very many signatures, start anew."""
+    if len(prepared) >= _PREPARED:
+        prepared.clear()
+    prepared[signature] = product
 
 
 def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None) -> None:
@@ -166,6 +189,7 @@ def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None)
     if plan is not None:
         _overrides[key] = plan
     gemm_plan.cache_clear()
+    prepared.clear()
 
 
 @functools.lru_cache(4096)
@@ -203,20 +227,30 @@ def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
 def _microseconds(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
-    """A rough time on an H100: tiles stream from L2, waves are whole, splits pay for atomics."""
-    digits = window // 8
-    loads = digits if plan.joint else digits**2
-    tile_bytes = plan.span * loads * (plan.bm + plan.bn)
-    tile_ops = 2 * plan.span * digits**2 * plan.bm * plan.bn
-    resident = 1 if plan.bm * plan.bn > 128 * 64 else 2
-    tile_time = max(tile_bytes / 45e3, tile_ops / 11e6) * resident
-    store_time = plan.bm * plan.bn * (8 if plan.words else 4) / 22e3
+    """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass."""
+    per_index, per_tile, resident = _tile_cost(plan, window, hw)
     tiles = -(-m // plan.bm) * -(-n // plan.bn) * plan.splits * batch
     waves = -(-tiles // (hw.sms * resident))
-    time = waves * (tile_time + store_time + 2.0)
+    time = waves * (plan.span * per_index + per_tile)
     if plan.words:
         time += 6.0 + m * n * batch * (plan.splits * 8 / 1e6 + 20 / 2.5e6)
     return time
+
+
+def _tile_cost(plan: Plan, window: int, hw: Hardware) -> tuple[float, float, int]:
+    """Microseconds per contraction index and per tile, tiles at a time on a multiprocessor."""
+    for known, cost in _HOPPER[window].items() if hw.capability[0] == 9 else ():
+        if (plan.bm, plan.bn, plan.joint, plan.specialised) == (
+            known.bm, known.bn, known.joint, known.specialised,
+        ):  # fmt: skip
+            return cost
+    digits = window // 8
+    loads = digits if plan.joint else digits**2
+    bytes_per_index = loads * (plan.bm + plan.bn)
+    operations_per_index = 2 * digits**2 * plan.bm * plan.bn
+    resident = 1 if plan.bm * plan.bn > 128 * 64 else 2
+    per_index = max(bytes_per_index / 45e3, operations_per_index / 11e6) * resident
+    return per_index, plan.bm * plan.bn * (8 if plan.words else 4) / 22e3 + 2.0, resident
 
 
 # (bm, bn, bk, warps, stages) worth timing, by (schedule, specialised); joint ones by window.
@@ -233,13 +267,14 @@ _JOINT = {
          (64, 16, 128, 4, 4)],
 }  # fmt: skip
 _SPECIALISED = [(128, 256, 128, 8, 4), (256, 128, 128, 8, 4), (128, 128, 128, 8, 6)]
+# Four warps: two programs a multiprocessor, so that one multiplies while the other stores.
 _SPECIALISED_JOINT = {
-    16: [(128, 128, 64, 8, 6), (128, 128, 128, 8, 3)],
-    24: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 128, 128, 8, 2)],
+    16: [(128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 64, 4, 4), (64, 128, 128, 4, 2)],
+    24: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 128, 128, 8, 2), (64, 128, 64, 4, 3)],
 }
 
 
-def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
+def variants(chosen: Plan, padded: int, window: int, sms: int = 132) -> list[Plan]:
     """Plans worth timing beside a chosen one: tiles and schedules, splits around its own."""
     splits = {chosen.splits, max(1, chosen.splits // 2), chosen.splits * 2}
     families = (
@@ -248,17 +283,19 @@ def variants(chosen: Plan, padded: int, window: int) -> list[Plan]:
         (False, True, _SPECIALISED),
         (True, True, _SPECIALISED_JOINT[window]),
     )
-    return [
+    plans = [
         split(
             replace(chosen, bm=bm, bn=bn, bk=min(bk, padded), warps=warps, stages=stages,
-                    joint=joint, specialised=specialised, tma=True),
+                    joint=joint, specialised=specialised, tma=True, programs=programs),
             padded, window, s,
         )
         for joint, specialised, shapes in families
         for bm, bn, bk, warps, stages in shapes
         if chosen.swap == (bn <= 32)
         for s in sorted(splits if chosen.splits > 1 else {1})
+        for programs in ((0, sms) if specialised and warps == 8 else (0,))
     ]  # fmt: skip
+    return list(dict.fromkeys(plans))
 
 
 def plan_as_dict(plan: Plan) -> dict:

@@ -14,11 +14,12 @@ kernels in `matmul_kernels`. K = 1 is the IEEE product. Every NaN returned is th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from carbon_compile.templates import launch
 from carbon_compile.templates import quantize as twin
 from carbon_compile.templates.quantize import DIGITS, POISON, powers_of_two
 
@@ -42,20 +43,19 @@ def exact_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     engine: str = "int8",
+    transposed: bool = False,
 ) -> Tensor:
     """The exact product of a [M, K] and b [K, N], any strides: [M, N] in `out_dtype`.
 
     `window` is 16 (X2) or 24 (X3). `balance` is "none"; "weight", when b is a weight; or
     "gradient", when a is A^T [features, tokens] and b is dC [tokens, N] of a weight's gradient.
     `bias` broadcasts to [M, N] and is added in binary32 before the one rounding to `out_dtype`.
-    `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine.
+    `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine. The result is
+    contiguous, or if `transposed` the transpose of a contiguous [N, M].
 
     Raises TypeError for other operand types and ValueError for shapes that do not match.
     """
-    _check(a, b, 2, window)
-    if balance not in BALANCES:
-        raise ValueError(f"balance must be one of {BALANCES}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine, transposed)
 
 
 def exact_bmm(
@@ -74,19 +74,69 @@ def exact_bmm(
     "keys" (contract section 5): b is quantised by its rows k, whose exponents are folded into a, so
     that row i of the result depends on no b[k] with a[i, k] = 0; K = 1 is no exception to it.
     """
-    _check(a, b, 3, window)
-    if balance not in BATCHED_BALANCES:
-        raise ValueError(f"balance must be one of {BATCHED_BALANCES}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
+
+
+def prepared(products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device) -> Callable[[], None]:
+    """A function, to call in any thread, that compiles what later products on a CUDA `device` launch.
+
+    `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
+    strides and types of tensors are read, and only here: meta tensors do.
+    """
+    from carbon_compile.templates import matmul_kernels
+
+    recipes = []
+    for a, b, options in products:
+        shape = (*a.shape[:-1], b.shape[-1])
+        bias, engine = options.get("bias"), options.get("engine", "int8")
+        if not math.prod(shape) or a.shape[-1] <= 1:
+            continue
+        recipe = matmul_kernels.prepare(
+            a, b, options["window"], options.get("balance", "none"),
+            None if bias is None else bias.expand(shape), engine,
+            options.get("transposed", False), device=device,
+        )  # fmt: skip
+        types = (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
+        recipes.append((recipe, types))
+    return lambda: matmul_kernels.precompile(recipes, device)
 
 
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
     """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}."""
-    from carbon_compile.templates import launch
-
     if device is None or torch.device(device).type != "cuda":
         return {"engine": "float64 BLAS", "tile": None, "split_k": 1, "warps": None, "stages": None}
     return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device)).describe()
+
+
+def _product(
+    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False
+) -> Tensor:
+    signature = None
+    if a.is_cuda:
+        # What was checked and prepared once is replayed: this is all the Python of a product.
+        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed)
+        prepared = launch.prepared.get(signature)
+        if prepared is not None:
+            out = prepared(a, b, bias)
+            if out is not None:
+                return out
+    _check(a, b, dim, window)
+    if balance not in balances:
+        raise ValueError(f"balance must be one of {balances}, got {balance!r}")
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature)
+
+
+def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False) -> tuple:
+    """All that the launches of a product depend on: also the alignment of addresses, for which
+    kernels are specialised."""
+    key = (
+        a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(),
+        b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(),
+        window, balance, out_dtype, engine, transposed,
+    )  # fmt: skip
+    if bias is None:
+        return key
+    return *key, bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.get_device()
 
 
 def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
@@ -104,25 +154,28 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
-def _dispatch(a, b, window, balance, bias, out_dtype, engine) -> Tensor:
+def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature) -> Tensor:
     shape = (*a.shape[:-1], b.shape[-1])
     k = a.shape[-1]
     if bias is not None:
         bias = bias.expand(shape)
     if math.prod(shape) == 0:
-        return a.new_empty(shape, dtype=out_dtype)
+        return empty(a, b, out_dtype, transposed)
     if k == 0 or k == 1 and balance != "keys":
         product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
-        return _finish(product, bias, out_dtype, nans=True)
+        product = _finish(product, bias, out_dtype, nans=True)
+        return empty(a, b, out_dtype, transposed).copy_(product) if transposed else product
     if a.is_cuda:
         from carbon_compile.templates import matmul_kernels
 
         with torch.cuda.device_of(a):  # Triton launches on the current device
-            return matmul_kernels.multiply(a, b, window, balance, bias, out_dtype, engine)
-    return _multiply(a, b, window, balance, bias, out_dtype)
+            return matmul_kernels.multiply(
+                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature
+            )
+    return _multiply(a, b, window, balance, bias, out_dtype, transposed)
 
 
-def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
+def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
     """The CPU twin, a block of rows at a time so that what is in between stays in cache."""
     d = None
     if balance == "weight":
@@ -132,7 +185,7 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
     elif balance == "keys":
         d = twin.key_exponents(b)
     qb = twin.quantize_keys(b, window, d) if balance == "keys" else _quantize_once(b, window, d)
-    out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+    out = empty(a, b, out_dtype, transposed)
     for rows in _row_blocks(a, b):
         if balance == "keys":
             qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1, owned=True)
@@ -144,6 +197,14 @@ def _multiply(a, b, window, balance, bias, out_dtype) -> Tensor:
         block_bias = None if bias is None else bias[rows]
         out[rows] = _finish(scaled, block_bias, out_dtype, nans=poisoned)
     return out
+
+
+def empty(a: Tensor, b: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """Room for the product: contiguous, or the transpose of what is."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    if not transposed:
+        return torch.empty(shape, dtype=dtype, device=a.device)
+    return torch.empty_strided(shape, (1, shape[0]), dtype=dtype, device=a.device)
 
 
 def _row_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, ...]]:

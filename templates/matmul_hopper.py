@@ -1,8 +1,8 @@
 """The int8 engine for Hopper, with warps that only load and warps that only multiply.
 
 Triton waits for every int8 wgmma before it issues the next. Here one warp keeps a ring of digit
-tiles full through the whole contraction, over all levels, while two warpgroups multiply with one
-step in flight. Totals, epilogue and bits are those of `matmul_kernels`.
+tiles full through the whole contraction, over all levels, while one or two warpgroups multiply with
+one step in flight. Totals, epilogue and bits are those of `matmul_kernels`.
 
 Two schedules. `levels` goes through the levels one by one, each digit pair a pass over the
 contraction. `joint` loads each digit tile once for several products: X2 in one pass with three
@@ -23,10 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carbon_compile.templates import launch
 from carbon_compile.templates.matmul_kernels import _emit
-
-WARPS = 8  # the multiplying warpgroups: two
 
 
 @gluon.jit
@@ -38,10 +35,9 @@ def _pairs(level, D: gl.constexpr):
 
 @gluon.jit
 def _load_levels(
-    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
+    count, a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
     D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    count = 0
     for level in range(0, 2 * D - 1):
         first, pairs = _pairs(level, D)
         for t in range(0, pairs * steps):
@@ -56,18 +52,18 @@ def _load_levels(
                 b, [(level - i) * b_plane + b_row, k], bar, sb.index(slot)
             )
             count += 1
+    return count
 
 
 @gluon.jit
 def _multiply_levels(
-    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-    total_plane, out_m, out_n, bias_m, bias_n,
+    count, sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     acc = gl.zeros((BM, BN), gl.int32, L)
     low = gl.zeros((BM, BN), gl.int32, L)
-    count = 0
     for level in range(0, 2 * D - 1):
         _, pairs = _pairs(level, D)
         for t in range(0, pairs * steps):
@@ -86,18 +82,18 @@ def _multiply_levels(
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(acc, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+    return count
 
 
 @gluon.jit
 def _load_joint(
-    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
+    count, a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
     D: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All planes of a step into one slot; X3's second pass needs planes 1 and 2 only."""
     for first in gl.static_range(D - 1):
         for t in range(0, steps):
-            count = first * steps + t
             slot = count % STAGES
             k = k_start + t * BK
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -107,21 +103,23 @@ def _load_joint(
                 at = slot * D + i
                 tma.async_copy_global_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(at))
                 tma.async_copy_global_to_shared(b, [i * b_plane + b_row, k], bar, sb.index(at))
+            count += 1
+    return count
 
 
 @gluon.jit
 def _multiply_joint(
-    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-    total_plane, out_m, out_n, bias_m, bias_n,
+    count, sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     l0 = gl.zeros((BM, BN), gl.int32, L)
     l1 = gl.zeros((BM, BN), gl.int32, L)
     l2 = gl.zeros((BM, BN), gl.int32, L)
     for t in range(0, steps):
-        slot = t % STAGES
-        mbarrier.wait(full.index(slot), (t // STAGES) & 1)
+        slot = count % STAGES
+        mbarrier.wait(full.index(slot), (count // STAGES) & 1)
         a0, a1 = sa.index(slot * D), sa.index(slot * D + 1)
         b0, b1 = sb.index(slot * D).permute((1, 0)), sb.index(slot * D + 1).permute((1, 0))
         l0 = warpgroup_mma(a0, b0, l0, is_async=True)
@@ -132,9 +130,11 @@ def _multiply_joint(
             l2 = warpgroup_mma(a0, sb.index(slot * D + 2).permute((1, 0)), l2, is_async=True)
             l2 = warpgroup_mma(sa.index(slot * D + 2), b0, l2, is_async=True)
         l0, l1, l2 = warpgroup_mma_wait(2 * D, deps=(l0, l1, l2))
-        mbarrier.arrive(empty.index((t + STAGES - 1) % STAGES), pred=t > 0)
+        # One step stays in flight: what is done is the step before.
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=t > 0)
+        count += 1
     l0, l1, l2 = warpgroup_mma_wait(0, deps=(l0, l1, l2))
-    mbarrier.arrive(empty.index((steps + STAGES - 1) % STAGES))
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
     low = l0 & 255
     l1 += l0 >> 8
     low = low | ((l1 & 255) << 8)
@@ -149,7 +149,6 @@ def _multiply_joint(
         l3 = top >> 8
         l4 = l3
         for t in range(0, steps):
-            count = steps + t
             slot = count % STAGES
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
             a1, a2 = sa.index(slot * D + 1), sa.index(slot * D + 2)
@@ -159,41 +158,104 @@ def _multiply_joint(
             l4 = warpgroup_mma(a2, b2, l4, use_acc=t > 0, is_async=True)
             l3, l4 = warpgroup_mma_wait(3, deps=(l3, l4))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=t > 0)
+            count += 1
         l3, l4 = warpgroup_mma_wait(0, deps=(l3, l4))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
         low = low | ((l3 & 255) << 24)
         top = l4 + (l3 >> 8)
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, D, WORDS, HAS_BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+    return count
 
 
 @gluon.jit
-def specialised_kernel(
-    a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
-    M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-):  # fmt: skip
-    """As `matmul_kernels.gemm_kernel`: one output tile over one span of the contraction."""
+def _place(
+    index, M, N, KP, span, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr
+):
+    """Batch, first row and column, first contraction index and steps of tile `index`."""
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     splits = gl.cdiv(KP, span)
-    pid = gl.program_id(0)
-    tile = pid % tiles
-    split = pid // tiles % splits
-    batch = pid // tiles // splits
+    tile = index % tiles
+    split = index // tiles % splits
+    batch = index // tiles // splits
+    # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
     group = tile // (GROUP * tiles_n)
     height = gl.minimum(tiles_m - group * GROUP, GROUP)
     inside = tile % (GROUP * tiles_n)
-    m0 = (group * GROUP + inside % height) * BM
-    n0 = inside // height * BN
     k_start = split * span
     steps = gl.cdiv(gl.minimum(span, KP - k_start), BK)
+    m0 = (group * GROUP + inside % height) * BM
+    return batch, m0, inside // height * BN, k_start, steps
 
+
+@gluon.jit
+def _load_tiles(
+    tiles, a, b, sa, sb, full, empty, M, N, KP, span, a_plane, b_plane, a_batch, b_batch,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, JOINT: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, BM, BN, BK, GROUP)
+        a_row = batch * a_batch + m0
+        b_row = batch * b_batch + n0
+        if JOINT:
+            count = _load_joint(count, a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane,
+                                k_start, steps, D, BK, STAGES)  # fmt: skip
+        else:
+            count = _load_levels(count, a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane,
+                                 k_start, steps, D, BK, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(
+    tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, M, N, KP, span,
+    a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, JOINT: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
+    BIAS: gl.constexpr,
+):  # fmt: skip
+    count = 0
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, BM, BN, BK, GROUP)
+        start = batch.to(gl.int64)
+        ea = ea_ptr + batch * a_batch
+        eb = eb_ptr + batch * b_batch
+        out = out_ptr + start * out_b
+        total = total_ptr + start * out_b  # totals are laid out as the (contiguous) output is
+        bias = bias_ptr + start * bias_b
+        if JOINT:
+            count = _multiply_joint(
+                count, sa, sb, full, empty, steps, ea, eb, out, total, bias, m0, n0, M, N,
+                total_plane, out_m, out_n, bias_m, bias_n, has_bias,
+                D, BM, BN, STAGES, L, WORDS, BIAS,
+            )  # fmt: skip
+        else:
+            count = _multiply_levels(
+                count, sa, sb, full, empty, steps, ea, eb, out, total, bias, m0, n0, M, N,
+                total_plane, out_m, out_n, bias_m, bias_n, has_bias,
+                D, BM, BN, STAGES, L, WORDS, BIAS,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["has_bias", "tiles"])
+def specialised_kernel(
+    a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, tiles,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, BIAS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """As `matmul_kernels.gemm_kernel`: output tiles over one span of the contraction each.
+
+    A program takes every n-th of the tiles, n the number of programs. With fewer programs than
+    tiles the next tile is loaded while this one is stored.
+    """
     PLANES: gl.constexpr = D if JOINT else 1
     sa = gl.allocate_shared_memory(gl.int8, [STAGES * PLANES, BM, BK], a.layout)
     sb = gl.allocate_shared_memory(gl.int8, [STAGES * PLANES, BN, BK], b.layout)
@@ -208,51 +270,31 @@ def specialised_kernel(
     L: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, min(BN, 128), 32]
     )
-    start = batch.to(gl.int64)
-    ea_ptr += batch * a_batch
-    eb_ptr += batch * b_batch
-    out_ptr += start * out_b
-    total_ptr += start * out_b
-    bias_ptr += start * bias_b
-    a_row = batch * a_batch + m0
-    b_row = batch * b_batch + n0
     gl.warp_specialize(
         [
             (
-                _multiply_joint if JOINT else _multiply_levels,
+                _multiply_tiles,
                 (
-                    sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
-                    m0, n0, M, N, total_plane, out_m, out_n, bias_m, bias_n,
-                    D, BM, BN, STAGES, L, WORDS, HAS_BIAS,
+                    tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
+                    M, N, KP, span, a_batch, b_batch, total_plane,
+                    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS,
                 ),
             ),
             (
-                _load_joint if JOINT else _load_levels,
+                _load_tiles,
                 (
-                    a, b, sa, sb, full, empty, a_row, b_row, a_plane, b_plane, k_start, steps,
-                    D, BK, STAGES,
+                    tiles, a, b, sa, sb, full, empty, M, N, KP, span,
+                    a_plane, b_plane, a_batch, b_batch, D, BM, BN, BK, GROUP, STAGES, JOINT,
                 ),
             ),
         ],
         [1],
-        [24],
+        [40 if NUM_WARPS == 8 else 24],
     )  # fmt: skip
 
 
-def descriptor(digits: torch.Tensor, rows: int, padded: int, block: int, bk: int):
-    """TMA descriptor of digits [rows, padded] in blocks [block, bk]."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=bk, element_bitwidth=8, rank=2)
-    return TensorDescriptor(digits, [rows, padded], [padded, 1], [block, bk], layout)
-
-
-def run(grid: int, plan: launch.Plan, operands, arguments, **constants) -> None:
-    """Launch with `gemm_kernel`'s arguments; operands are (digits, rows, padded) pairs."""
-    a, b = (
-        descriptor(digits, rows, padded, block, plan.bk)
-        for (digits, rows, padded), block in zip(operands, (plan.bm, plan.bn), strict=True)
-    )
-    specialised_kernel[(grid,)](
-        a, b, *arguments, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group,
-        STAGES=plan.stages, WORDS=plan.words, JOINT=plan.joint, NUM_WARPS=WARPS,
-        num_warps=WARPS, **constants, **launch.STRICT,
-    )  # fmt: skip
+def descriptor(digits: torch.Tensor, shape: list[int], strides: list[int], tile: list[int]):
+    """TMA descriptor of digits, in tiles as the kernel lays them out in shared memory."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=tile[1], element_bitwidth=8, rank=2)
+    return TensorDescriptor(digits, shape, strides, tile, layout)

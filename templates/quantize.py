@@ -30,6 +30,8 @@ BEXPO_BUMP = 130055
 # An infinity or NaN has no exponent, yet its row still takes part in balances: it counts as the
 # binade above the largest finite one, which is what its exponent field reads as.
 EXPO_NONFINITE = 129
+# In a gradient's balance a zero counts as the binade below the smallest subnormal.
+EXPO_ZERO = -150
 
 
 class Quantized(NamedTuple):
@@ -68,13 +70,21 @@ def weight_balance(b: Tensor) -> Tensor:
 
 
 def gradient_balance(a: Tensor, b: Tensor) -> Tensor:
-    """d_m = trunc((expo(max|dC_m|) - expo(max|A_m|)) / 2), 0 if either is zero; int32 [tokens].
+    """d_m = trunc((expo(max|dC_m|) - expo(max|A_m|)) / 2), with expo(0) = -150; int32 [tokens].
 
     `a` is A^T [features, tokens], `b` is dC [tokens, N].
     """
-    ea, eb = exponents(maxima(a, 0)), exponents(maxima(b, 1))
-    d = torch.div(eb - ea, 2, rounding_mode="trunc")
-    return d.masked_fill_((ea == EMPTY) | (eb == EMPTY), 0)
+    return between(exponents(maxima(a, 0)), exponents(maxima(b, 1)))
+
+
+def between(ea: Tensor, eb: Tensor) -> Tensor:
+    """The gradient balance of tokens whose maxima have these exponents (EMPTY for zero).
+
+    A token without a gradient still has activations. Taking zero for the smallest magnitude there
+    is keeps them out of the window, which would otherwise be theirs.
+    """
+    ea, eb = (e.masked_fill(e == EMPTY, EXPO_ZERO) for e in (ea, eb))
+    return torch.div(eb - ea, 2, rounding_mode="trunc")
 
 
 def key_exponents(b: Tensor) -> Tensor:

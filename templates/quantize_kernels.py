@@ -1,7 +1,7 @@
 """The GPU side of `quantize`: int8 digits, K-major, and one exponent a row.
 
-Operands are read where they lie, in either stride order. A row that fits a program's registers is
-read once; otherwise one pass finds the maxima and one writes the digits. All decisions are made on
+Operands are read where they lie, in either stride order, and both of a product in one launch. A row
+that fits a program's registers is read once, a longer one twice by the same program. All decisions are made on
 bit patterns and integers, so flush-to-zero, NaN payloads and the order of maxima cannot matter.
 """
 
@@ -15,34 +15,47 @@ import triton.language as tl
 from torch import Tensor
 
 from carbon_compile.templates import launch
-from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, POISON
+from carbon_compile.templates.matmul_recipe import Block, Recipe
+from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, EXPO_ZERO, POISON
 
 _BUMP = tl.constexpr(BEXPO_BUMP)
 _POISON = tl.constexpr(POISON)
 _EMPTY = tl.constexpr(EMPTY)
+_ZERO = tl.constexpr(EXPO_ZERO)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 BALANCES = {"none": 0, "weight": 1, "gradient": 2, "keys": 3}
 
 
-class Digits(NamedTuple):
-    """`digits` int8 [D, batch * rows, padded K], least significant plane first; `exponents` int32
-    [batch * rows]; `padded` is K rounded up, the rest zero-filled."""
+class Operand(NamedTuple):
+    """Where the rows of an operand lie: [batch, rows, K], in any strides."""
 
-    digits: Tensor
-    exponents: Tensor
+    block: Block
+    batch: int
+    rows: int
+    k: int
+    stride_b: int
+    stride_r: int
+    stride_k: int
+    dtype: torch.dtype
+
+    def like(self, other: Operand) -> bool:
+        """Whether a kernel reads both by the same code."""
+        return self.dtype == other.dtype and (self.stride_r == 1, self.stride_k == 1) == (
+            other.stride_r == 1,
+            other.stride_k == 1,
+        )
+
+
+class Digits(NamedTuple):
+    """`digits` int8 [D, all_rows, padded K], least significant plane first; `exponents` int32
+    [all_rows]; `padded` is K rounded up, the rest zero-filled; `rows` are those of one batch."""
+
+    digits: Block
+    exponents: Block
+    all_rows: int
     rows: int
     padded: int
-
-
-class Balance(NamedTuple):
-    """The maxima a balance is computed from, as bit patterns over the contraction; those of the
-    second operand's next batch stand `stride` elements further."""
-
-    mode: int
-    first: Tensor
-    second: Tensor
-    stride: int = 0
 
 
 @triton.jit
@@ -60,24 +73,10 @@ def _exponents(bits, BUMP: tl.constexpr):
 
 
 @triton.jit
-def _balance(first, second, MODE: tl.constexpr):
-    e2 = _exponents(second, 0)
-    if MODE == 1:
-        d = tl.where(second == 0, 0, e2)
-    else:
-        gap = e2 - _exponents(first, 0)
-        toward_zero = (gap + tl.where(gap < 0, 1, 0)) >> 1
-        d = tl.where((first == 0) | (second == 0), 0, toward_zero)
-    return d
-
-
-@triton.jit
-def _load_balance(first_ptr, second_ptr, k, K, MODE: tl.constexpr, SIGN: tl.constexpr):
-    second = tl.load(second_ptr + k, mask=k < K, other=0)
-    first = second
-    if MODE == 2:
-        first = tl.load(first_ptr + k, mask=k < K, other=0)
-    return SIGN * _balance(first, second, MODE)
+def _weights(second_ptr, k, K):
+    """The balance of a weight's contraction indices k, from their maxima."""
+    largest = tl.load(second_ptr + k, mask=k < K, other=0)
+    return tl.where(largest == 0, 0, _exponents(largest, 0))
 
 
 @triton.jit
@@ -103,18 +102,10 @@ def _folded_exponents(bits, d, empty, wild):
 
 
 @triton.jit
-def _dropped(x, empty, wild, SIGN: tl.constexpr):
+def _dropped(x, empty, wild, sign):
     """x as binary32, 0 where its contraction index takes no part in the integers."""
-    drop = empty
-    if SIGN < 0:
-        drop = empty | wild
+    drop = empty | (wild & (sign < 0))
     return tl.where(drop[None, :], 0.0, x.to(tl.float32))
-
-
-@triton.jit
-def _row_exponent(largest):
-    """The same from a row's largest magnitude bits, without a balance."""
-    return _balanced_exponents(largest, 0)
 
 
 @triton.jit
@@ -153,36 +144,29 @@ def _stored_exponent(e, W: tl.constexpr):
 
 
 @triton.jit
+def _tile(base, r, k, R, K, stride_k):
+    """Elements [r, k], zeros beyond R and K; `base` points at row r."""
+    mask = (r < R)[:, None] & (k < K)[None, :]
+    return tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
+
+
+@triton.jit(do_not_specialize=["steps"])
 def maxima_kernel(
-    x_ptr, out_ptr, first_ptr, second_ptr, R, K, stride_b, stride_r, stride_k, stride_keys,
-    MODE: tl.constexpr, SIGN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    STEPS: tl.constexpr, ATOMIC: tl.constexpr,
+    x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps,
+    BR: tl.constexpr, BK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Per row: the largest magnitude's bits, or with a balance the largest exponent."""
-    spans = tl.cdiv(K, BK * STEPS)
+    """The largest magnitude's bits of each row, over BK * steps elements a program."""
+    spans = tl.cdiv(K, BK * steps)
     blocks = tl.cdiv(R, BR)
     pid = tl.program_id(0)
     span = pid % spans
     batch = pid // spans // blocks
     r = (pid // spans % blocks) * BR + tl.arange(0, BR)
     base = x_ptr + batch.to(tl.int64) * stride_b + r.to(tl.int64)[:, None] * stride_r
-    second_ptr += batch.to(tl.int64) * stride_keys
-    if MODE == 0:
-        best = tl.zeros((BR, BK), tl.int32)
-    else:
-        best = tl.full((BR, BK), _EMPTY, tl.int32)
-    for step in range(STEPS):
-        k = (span * STEPS + step) * BK + tl.arange(0, BK)
-        mask = (r < R)[:, None] & (k < K)[None, :]
-        x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
-        value = _magnitude_bits(x)
-        if MODE == 3:
-            d, empty, wild = _keys(second_ptr, k, K)
-            value = _folded_exponents(value, d[None, :], empty[None, :], wild[None, :])
-        elif MODE != 0:
-            d = _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)
-            value = _balanced_exponents(value, d[None, :])
-        best = tl.maximum(best, value)
+    best = tl.zeros((BR, BK), tl.int32)
+    for step in range(0, steps):
+        k = (span * steps + step) * BK + tl.arange(0, BK)
+        best = tl.maximum(best, _magnitude_bits(_tile(base, r, k, R, K, stride_k)))
     largest = tl.max(best, axis=1)
     out = out_ptr + batch.to(tl.int64) * R + r
     if ATOMIC:
@@ -192,146 +176,290 @@ def maxima_kernel(
 
 
 @triton.jit
-def digits_kernel(
-    x_ptr, largest_ptr, digits_ptr, exponents_ptr, first_ptr, second_ptr,
-    R, K, KP, plane, stride_b, stride_r, stride_k, stride_keys,
-    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, SIGN: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Digits of one tile, given each row's maximum."""
-    spans = tl.cdiv(KP, BK)
-    blocks = tl.cdiv(R, BR)
-    pid = tl.program_id(0)
-    # Neighbouring programs take neighbouring row blocks: whole cache lines in either stride order.
-    block = pid % blocks
-    span = pid // blocks % spans
-    batch = pid // blocks // spans
-    r = block * BR + tl.arange(0, BR)
-    k = span * BK + tl.arange(0, BK)
-    row = batch.to(tl.int64) * R + r
-    if MODE == 3 and SIGN < 0:
-        e = tl.zeros((BR,), tl.int32)
-    else:
-        e = tl.load(largest_ptr + row, mask=r < R, other=0)
-    if MODE == 0:
-        e = _row_exponent(e)
-    if span == 0:
-        tl.store(exponents_ptr + row, _stored_exponent(e, W), mask=r < R)
-    base = x_ptr + batch.to(tl.int64) * stride_b + r.to(tl.int64)[:, None] * stride_r
-    mask = (r < R)[:, None] & (k < K)[None, :]
-    x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
-    shift = (W - 1) - e[:, None]
+def _values(x, k, K, second_ptr, sign, MODE: tl.constexpr):
+    """What a row's exponent is the maximum of: magnitude bits, or with a balance exponents."""
+    value = _magnitude_bits(x)
     if MODE == 3:
-        d, empty, wild = _keys(second_ptr + batch.to(tl.int64) * stride_keys, k, K)
-        x = _dropped(x, empty, wild, SIGN)
-        shift += SIGN * d[None, :]
-    elif MODE != 0:
-        shift += _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)[None, :]
-    pointers = digits_ptr + row[:, None] * KP + k[None, :]
-    _store_digits(_integers(x, shift), pointers, plane, (r < R)[:, None] & (k < KP)[None, :], D)
+        d, empty, wild = _keys(second_ptr, k, K)
+        value = _folded_exponents(value, d[None, :], empty[None, :], wild[None, :])
+    elif MODE == 1:
+        value = _balanced_exponents(value, sign * _weights(second_ptr, k, K)[None, :])
+    return value
 
 
 @triton.jit
-def rows_kernel(
-    x_ptr, digits_ptr, exponents_ptr, first_ptr, second_ptr,
-    R, K, KP, plane, stride_b, stride_r, stride_k, stride_keys,
-    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, SIGN: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
+def _store_tile(
+    x, e, digits, k, r, R, K, KP, plane, second_ptr, sign,
+    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and digits of whole rows in one read."""
+    """Digits of elements [r, k] whose rows have the exponents e; `digits` points at row r."""
+    shift = (W - 1) - e[:, None]
+    if MODE == 3:
+        d, empty, wild = _keys(second_ptr, k, K)
+        x = _dropped(x, empty, wild, sign)
+        shift += sign * d[None, :]
+    elif MODE == 1:
+        shift += sign * _weights(second_ptr, k, K)[None, :]
+    elif MODE == 2:
+        shift += sign * tl.load(second_ptr + k, mask=k < K, other=0)[None, :]
+    mask = (r < R)[:, None] & (k < KP)[None, :]
+    _store_digits(_integers(x, shift), digits + k[None, :], plane, mask, D)
+
+
+@triton.jit
+def _quantize_rows(
+    block, x_ptr, digits_ptr, exponents_ptr, R, all_rows, stride_b, stride_r, stride_k,
+    second_ptr, stride_keys, K, KP, sign,
+    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """BR whole rows: exponents and digits. A row longer than BK is read twice."""
     blocks = tl.cdiv(R, BR)
-    pid = tl.program_id(0)
-    batch = pid // blocks
-    r = (pid % blocks) * BR + tl.arange(0, BR)
-    k = tl.arange(0, BK)
+    batch = block // blocks
+    r = (block % blocks) * BR + tl.arange(0, BR)
     row = batch.to(tl.int64) * R + r
     base = x_ptr + batch.to(tl.int64) * stride_b + r.to(tl.int64)[:, None] * stride_r
-    mask = (r < R)[:, None] & (k < K)[None, :]
-    x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
-    if MODE == 0:
-        e = _row_exponent(tl.max(_magnitude_bits(x), axis=1))
-        shift = (W - 1) - e[:, None]
-    elif MODE == 3:
-        d, empty, wild = _keys(second_ptr + batch.to(tl.int64) * stride_keys, k, K)
-        if SIGN > 0:
-            folded = _folded_exponents(
-                _magnitude_bits(x), d[None, :], empty[None, :], wild[None, :]
-            )
-            e = tl.max(folded, axis=1)
-        else:
-            e = tl.zeros((BR,), tl.int32)
-        x = _dropped(x, empty, wild, SIGN)
-        shift = (W - 1) - e[:, None] + SIGN * d[None, :]
+    second_ptr += batch.to(tl.int64) * stride_keys
+    digits = digits_ptr + row[:, None] * KP
+    plane = tl.cast(all_rows, tl.int64) * KP  # an argument of 1 is a plain int here
+    k = tl.arange(0, BK)
+    if LOOP:
+        best = tl.full((BR, BK), 0 if MODE == 0 else _EMPTY, tl.int32)
+        for start in range(0, K, BK):
+            x = _tile(base, r, start + k, R, K, stride_k)
+            best = tl.maximum(best, _values(x, start + k, K, second_ptr, sign, MODE))
     else:
-        d = _load_balance(first_ptr, second_ptr, k, K, MODE, SIGN)[None, :]
-        e = tl.max(_balanced_exponents(_magnitude_bits(x), d), axis=1)
-        shift = (W - 1) - e[:, None] + d
+        x = _tile(base, r, k, R, K, stride_k)
+        best = _values(x, k, K, second_ptr, sign, MODE)
+    e = tl.max(best, axis=1)
+    if MODE == 0:
+        e = _balanced_exponents(e, 0)
+    elif MODE == 3:
+        e = tl.where(sign < 0, 0, e)  # the second operand's exponents went to the first
     tl.store(exponents_ptr + row, _stored_exponent(e, W), mask=r < R)
-    pointers = digits_ptr + row[:, None] * KP + k[None, :]
-    _store_digits(_integers(x, shift), pointers, plane, (r < R)[:, None] & (k < KP)[None, :], D)
+    if LOOP:
+        for start in range(0, KP, BK):
+            x = _tile(base, r, start + k, R, K, stride_k)
+            _store_tile(x, e, digits, start + k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
+    else:
+        _store_tile(x, e, digits, k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
 
 
-def maxima(x: Tensor, dim: int, balance: Balance | None = None, sign: int = 0) -> Tensor:
-    """Per row (the dimension that is not `dim`) of x [..., p, q]: the bits of max |x| along `dim`,
-    or with a balance the largest exponent; int32 [batch * rows]."""
-    batch, rows, k, strides = _view(x, dim)
-    tile = launch.maxima_tile(batch, rows, k, strides[1], strides[2])
-    grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(k, tile.columns * tile.steps)
-    atomic = k > tile.columns * tile.steps
-    # Without atomics every element is stored; with them the buffer starts below any value.
-    start = (torch.empty if not atomic else torch.zeros)(
-        batch * rows, dtype=torch.int32, device=x.device
-    )
-    if atomic and balance is not None:
-        start.fill_(EMPTY)
-    mode, first, second, stride = balance or (0, start, start, 0)
-    maxima_kernel[(grid,)](
-        x, start, first, second, rows, k, *strides, stride, MODE=mode, SIGN=sign, BR=tile.rows,
-        BK=tile.columns, STEPS=tile.steps, ATOMIC=atomic, num_warps=tile.warps, **launch.STRICT,
+@triton.jit
+def quantize_kernel(
+    a_ptr, a_digits, a_exponents, a_rows, a_all, a_stride_b, a_stride_r, a_stride_k,
+    b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
+    second_ptr, stride_keys, K, KP,
+    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, ALIKE: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr,
+):  # fmt: skip
+    """Both operands of a product: first the programs of b, which may be few and long.
+
+    ALIKE operands differ in nothing that the code depends on, and share it.
+    """
+    pid = tl.program_id(0)
+    of_b = pid < b_programs
+    if ALIKE:
+        _quantize_rows(
+            tl.where(of_b, pid, pid - b_programs), tl.where(of_b, b_ptr, a_ptr),
+            tl.where(of_b, b_digits, a_digits), tl.where(of_b, b_exponents, a_exponents),
+            tl.where(of_b, b_rows, a_rows), tl.where(of_b, b_all, a_all),
+            tl.where(of_b, b_stride_b, a_stride_b), tl.where(of_b, b_stride_r, a_stride_r),
+            tl.where(of_b, b_stride_k, a_stride_k),
+            second_ptr, stride_keys, K, KP, tl.where(of_b, -1, 1),
+            W, D, MODE, A_BR, A_BK, A_LOOP,
+        )  # fmt: skip
+    elif of_b:
+        _quantize_rows(
+            pid, b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k,
+            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP,
+        )  # fmt: skip
+    else:
+        _quantize_rows(
+            pid - b_programs, a_ptr, a_digits, a_exponents, a_rows, a_all,
+            a_stride_b, a_stride_r, a_stride_k,
+            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _token_maxima(x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr):
+    """Bits of the largest magnitude of each contraction index k over all rows."""
+    base = x_ptr + k.to(tl.int64)[:, None] * stride_k
+    best = tl.zeros((BK, BR), tl.int32)
+    for start in range(0, R, BR):
+        x = _tile(base, k, start + tl.arange(0, BR), K, R, stride_r)
+        best = tl.maximum(best, _magnitude_bits(x))
+    return tl.max(best, axis=1)
+
+
+@triton.jit
+def _raise_exponents(
+    x_ptr, largest_ptr, d, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr
+):
+    """Raise each row's largest exponent, counted from EMPTY, to that of the contraction indices k."""
+    base = x_ptr + k.to(tl.int64)[:, None] * stride_k
+    for start in range(0, R, BR):
+        r = start + tl.arange(0, BR)
+        x = _tile(base, k, r, K, R, stride_r)
+        largest = tl.max(_balanced_exponents(_magnitude_bits(x), d[:, None]), axis=0)
+        tl.atomic_max(largest_ptr + r, largest - _EMPTY, mask=r < R, sem="relaxed")
+
+
+@triton.jit
+def tokens_kernel(
+    a_ptr, b_ptr, d_ptr, a_largest, b_largest, K,
+    a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k,
+    BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Of a weight's gradient: the balance d of BK tokens, and with it what they add to the largest
+    exponent of each row of both operands. The second read of a token finds it in cache."""
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
+    second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
+    gap = tl.where(second == 0, _ZERO, _exponents(second, 0))
+    gap -= tl.where(first == 0, _ZERO, _exponents(first, 0))
+    d = (gap + tl.where(gap < 0, 1, 0)) >> 1  # toward zero
+    tl.store(d_ptr + k, d, mask=k < K)
+    _raise_exponents(a_ptr, a_largest, d, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
+    _raise_exponents(b_ptr, b_largest, -d, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
+
+
+@triton.jit
+def _digits_of_tile(
+    pid, x_ptr, largest_ptr, digits_ptr, exponents_ptr, R, stride_r, stride_k, d_ptr, K, KP, sign,
+    W: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs take neighbouring row blocks: whole cache lines of side by side rows.
+    blocks = tl.cdiv(R, BR)
+    r = (pid % blocks) * BR + tl.arange(0, BR)
+    k = (pid // blocks) * BK + tl.arange(0, BK)
+    e = tl.load(largest_ptr + r, mask=r < R, other=0) + _EMPTY
+    if pid < blocks:
+        tl.store(exponents_ptr + r, _stored_exponent(e, W), mask=r < R)
+    x = _tile(x_ptr + r.to(tl.int64)[:, None] * stride_r, r, k, R, K, stride_k)
+    digits = digits_ptr + r.to(tl.int64)[:, None] * KP
+    plane = tl.cast(R, tl.int64) * KP
+    _store_tile(x, e, digits, k, r, R, K, KP, plane, d_ptr, sign, W, D, 2)
+
+
+@triton.jit
+def digits_kernel(
+    a_ptr, a_largest, a_digits, a_exponents, a_rows, a_stride_r, a_stride_k,
+    b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, b_programs,
+    d_ptr, K, KP,
+    W: tl.constexpr, D: tl.constexpr, ALIKE: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
+):  # fmt: skip
+    """Digits of both operands of a weight's gradient, a tile a program."""
+    pid = tl.program_id(0)
+    of_b = pid < b_programs
+    if ALIKE:
+        _digits_of_tile(
+            tl.where(of_b, pid, pid - b_programs), tl.where(of_b, b_ptr, a_ptr),
+            tl.where(of_b, b_largest, a_largest), tl.where(of_b, b_digits, a_digits),
+            tl.where(of_b, b_exponents, a_exponents), tl.where(of_b, b_rows, a_rows),
+            tl.where(of_b, b_stride_r, a_stride_r), tl.where(of_b, b_stride_k, a_stride_k),
+            d_ptr, K, KP, tl.where(of_b, -1, 1), W, D, A_BR, A_BK,
+        )  # fmt: skip
+    elif of_b:
+        _digits_of_tile(
+            pid, b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k,
+            d_ptr, K, KP, -1, W, D, B_BR, B_BK,
+        )  # fmt: skip
+    else:
+        _digits_of_tile(
+            pid - b_programs, a_ptr, a_largest, a_digits, a_exponents, a_rows,
+            a_stride_r, a_stride_k, d_ptr, K, KP, 1, W, D, A_BR, A_BK,
+        )  # fmt: skip
+
+
+def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Operand:
+    """`x` as [batch, rows, K], whichever dimension is contracted; a batch of stride 0 once."""
+    other = -1 if contraction == -2 else -2
+    batch, stride = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
+    if once and stride == 0:
+        batch = 1
+    return Operand(
+        Block(buffer), batch, x.shape[other], x.shape[contraction],
+        stride, x.stride(other), x.stride(contraction), x.dtype,
     )  # fmt: skip
-    return start
+
+
+def maxima(recipe: Recipe, x: Operand) -> Block:
+    """Per row of each batch: the bits of max |x| along the contraction, int32."""
+    tile = launch.maxima_tile(x.k, x.stride_r < x.stride_k)
+    spans = triton.cdiv(x.k, tile.columns * tile.steps)
+    out = recipe.reserve(x.batch * x.rows, torch.int32, zeros=spans > 1)
+    recipe.launch(
+        maxima_kernel, x.batch * triton.cdiv(x.rows, tile.rows) * spans,
+        x.block, out, x.rows, x.k, x.stride_b, x.stride_r, x.stride_k, tile.steps,
+        BR=tile.rows, BK=tile.columns, ATOMIC=spans > 1, num_warps=tile.warps, **launch.STRICT,
+    )  # fmt: skip
+    return out
 
 
 def quantize(
-    x: Tensor, window: int, contraction: int, balance: Balance | None = None, sign: int = 0
-) -> Digits:
-    """Digits and exponents of x [rows, K] or [batch, rows, K] (or with K first), any strides.
-
-    `contraction` is the dimension of K, -1 or -2; `sign` is that of the balance for this operand.
-    """
-    batch, rows, k, strides = _view(x, contraction)
-    padded = launch.padded_contraction(k)
-    planes = DIGITS[window]
-    out = torch.empty((planes, batch * rows, padded), dtype=torch.int8, device=x.device)
-    exponents = torch.empty(batch * rows, dtype=torch.int32, device=x.device)
-    mode, first, second, stride = balance or (0, exponents, exponents, 0)
-    where = (rows, k, padded, batch * rows * padded, *strides, stride)
-    tile = launch.rows_tile(batch, rows, padded, strides[1], strides[2])
-    if tile is not None:
-        grid = batch * triton.cdiv(rows, tile.rows)
-        rows_kernel[(grid,)](
-            x, out, exponents, first, second, *where, W=window, D=planes, MODE=mode, SIGN=sign,
-            BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
-        )  # fmt: skip
-        return Digits(out, exponents, rows, padded)
-    static = mode == BALANCES["keys"] and sign < 0
-    largest = exponents if static else maxima(x, contraction, balance, sign)
-    tile = launch.digits_tile(strides[1], strides[2])
-    grid = batch * triton.cdiv(rows, tile.rows) * triton.cdiv(padded, tile.columns)
-    digits_kernel[(grid,)](
-        x, largest, out, exponents, first, second, *where, W=window, D=planes, MODE=mode, SIGN=sign,
-        BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
+    recipe: Recipe, a: Operand, b: Operand, window: int, balance: str = "none",
+    transposed: Operand | None = None,
+) -> tuple[Digits, Digits]:  # fmt: skip
+    """Digits of both operands. Of "weight" and "keys", `transposed` is b with its contraction
+    indices as rows: its maxima are the balance."""
+    if balance == "gradient":
+        return _quantize_gradient(recipe, a, b, window)
+    qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
+    second = qb.exponents if transposed is None else maxima(recipe, transposed)
+    tiles = [launch.rows_tile(x.rows, x.k, x.stride_r < x.stride_k) for x in (a, b)]
+    programs = [
+        x.batch * triton.cdiv(x.rows, tile.rows) for x, tile in zip((a, b), tiles, strict=True)
+    ]
+    recipe.launch(
+        quantize_kernel, sum(programs),
+        a.block, qa.digits, qa.exponents, a.rows, qa.all_rows, a.stride_b, a.stride_r, a.stride_k,
+        b.block, qb.digits, qb.exponents, b.rows, qb.all_rows, b.stride_b, b.stride_r, b.stride_k,
+        programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded,
+        W=window, D=DIGITS[window], MODE=BALANCES[balance],
+        ALIKE=tiles[0] == tiles[1] and a.like(b),
+        A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns,
+        B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns,
+        num_warps=tiles[0].warps, **launch.STRICT,
     )  # fmt: skip
-    return Digits(out, exponents, rows, padded)
+    return qa, qb
 
 
-def _view(x: Tensor, contraction: int) -> tuple[int, int, int, tuple[int, int, int]]:
-    """Batch, rows, K and their strides."""
-    other = -1 if contraction == -2 else -2
-    batch, stride = (x.shape[0], x.stride(0)) if x.dim() == 3 else (1, 0)
-    return (
-        batch,
-        x.shape[other],
-        x.shape[contraction],
-        (stride, x.stride(other), x.stride(contraction)),
-    )
+def _quantize_gradient(
+    recipe: Recipe, a: Operand, b: Operand, window: int
+) -> tuple[Digits, Digits]:
+    """Two reads of both operands: tokens for balance and exponents, then tiles for digits."""
+    qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
+    d = recipe.reserve(a.k, torch.int32)
+    largest = [recipe.reserve(x.rows, torch.int32, zeros=True) for x in (a, b)]
+    block = launch.TOKENS_TILE
+    recipe.launch(
+        tokens_kernel, triton.cdiv(a.k, block.rows),
+        a.block, b.block, d, *largest, a.k,
+        a.rows, a.stride_r, a.stride_k, b.rows, b.stride_r, b.stride_k,
+        BK=block.rows, BR=block.columns, num_warps=block.warps, **launch.STRICT,
+    )  # fmt: skip
+    tiles = [launch.digits_tile(x.stride_r < x.stride_k) for x in (a, b)]
+    programs = [
+        triton.cdiv(x.rows, tile.rows) * triton.cdiv(qa.padded, tile.columns)
+        for x, tile in zip((a, b), tiles, strict=True)
+    ]
+    recipe.launch(
+        digits_kernel, sum(programs),
+        a.block, largest[0], qa.digits, qa.exponents, a.rows, a.stride_r, a.stride_k,
+        b.block, largest[1], qb.digits, qb.exponents, b.rows, b.stride_r, b.stride_k,
+        programs[1], d, a.k, qa.padded,
+        W=window, D=DIGITS[window], ALIKE=tiles[0] == tiles[1] and a.like(b),
+        A_BR=tiles[0].rows, A_BK=tiles[0].columns,
+        B_BR=tiles[1].rows, B_BK=tiles[1].columns, num_warps=tiles[0].warps, **launch.STRICT,
+    )  # fmt: skip
+    return qa, qb
+
+
+def _reserve(recipe: Recipe, x: Operand, window: int) -> Digits:
+    rows, padded = x.batch * x.rows, launch.padded_contraction(x.k)
+    digits = recipe.reserve(DIGITS[window] * rows * padded, torch.int8)
+    return Digits(digits, recipe.reserve(rows, torch.int32), rows, x.rows, padded)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -84,15 +85,15 @@ def balance_of(a, b, balance):
         if any(v is None for v in values):
             return 129
         m = max(abs(v) for v in values)
-        return None if m == 0 else expo(m)
+        return -150 if m == 0 else expo(m)
 
     d = []
     for k in range(len(b)):
         eb, ea = exponent(b[k]), exponent([row[k] for row in a])
-        if balance == "none" or eb is None or (balance == "gradient" and ea is None):
-            d.append(0)
+        if balance == "gradient":
+            d.append(int((eb - ea) / 2))
         else:
-            d.append(eb if balance == "weight" else int((eb - ea) / 2))
+            d.append(eb if balance == "weight" and any(b[k]) else 0)
     return d
 
 
@@ -123,7 +124,13 @@ def keys_oracle(a, b, window):
     d, q = [], []
     for row in b:
         largest = None if any(v is None for v in row) else max(abs(v) for v in row)
-        d.append("poison" if largest is None else expo(largest * Fraction(129, 128)) if largest else "drop")
+        d.append(
+            "poison"
+            if largest is None
+            else expo(largest * Fraction(129, 128))
+            if largest
+            else "drop"
+        )
         scale = Fraction(2) ** (window - 1 - d[-1]) if largest else 0
         q.append([round(v * scale) if scale else 0 for v in row])
     out = torch.empty(len(a), len(b[0]))
@@ -131,7 +138,9 @@ def keys_oracle(a, b, window):
         if any(v is None or (v != 0 and e == "poison") for v, e in zip(row, d, strict=True)):
             bits(out)[i] = NAN
             continue
-        folded = [0 if isinstance(e, str) else v * Fraction(2) ** e for v, e in zip(row, d, strict=True)]
+        folded = [
+            0 if isinstance(e, str) else v * Fraction(2) ** e for v, e in zip(row, d, strict=True)
+        ]
         qa, s = integers([Fraction(v) for v in folded], [0] * len(folded), window)
         for j in range(len(b[0])):
             total = sum(x * y[j] for x, y in zip(qa, q, strict=True))
@@ -261,6 +270,16 @@ def test_threads_strides_and_row_slices(window):
         assert same(exact_mm(a[:m], b, window=window, balance="weight"), want[:m])
     row = exact_mm(a[:1].expand(5, 200), b, window=window)
     assert same(row, exact_mm(a[:1], b, window=window).expand(5, 31))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_transposed_result(window):
+    for k in (0, 1, 30):
+        a, b, bias = wild(20, k), wild(k, 9, seed=1), wild(9, seed=2)
+        for m in (0, 1, 20):
+            want = exact_mm(a[:m], b, window=window, balance="gradient", bias=bias)
+            got = exact_mm(a[:m], b, window=window, balance="gradient", bias=bias, transposed=True)
+            assert same(got, want) and got.t().is_contiguous()
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -456,7 +475,8 @@ def test_plans_cannot_overflow(window):
         assert pairs * plan.span * 2**14 + 2**31 // 256 * (pairs - 1) / pairs < 2**31
         assert plan.words == (0 if plan.splits == 1 else 1 if k <= launch.WORD_LIMIT[window] else 2)
         assert set(plan.describe()) >= {"engine", "tile", "split_k", "warps", "stages"}
-    assert launch.gemm_plan(768, 3072, 16384, window, 1, h100).splits > 1
+    assert launch.gemm_plan(256, 768, 16384, window, 1, h100).splits > 1
+    assert launch.gemm_plan(4096, 4096, 4096, window, 1, h100).specialised
     assert launch.gemm_plan(16, 4096, 4096, window, 1, h100).swap
 
 
@@ -472,7 +492,7 @@ def patch_with_index(tensor, scope):  # numpy 2.4 no longer makes an integer of 
 interpreter._patch_lang_tensor = patch_with_index
 
 from dataclasses import replace
-from carbon_compile.templates import launch, matmul, matmul_kernels, quantize
+from carbon_compile.templates import launch, matmul, matmul_kernels, matmul_recipe, quantize
 from carbon_compile.templates import quantize_kernels as kernels
 
 g = torch.Generator().manual_seed(0)
@@ -481,6 +501,7 @@ b = torch.randn(150, 19, generator=g) * torch.exp(2 * torch.randn(150, 19, gener
 a[3], b[:, 5], b[20], a[6], a[7] = 0, 0, 0, a[6] * 1e-42, a[7] * 3e37
 a[4, 7], b[9, 3] = float("inf"), float("nan")
 b[21] *= 1e-41
+b[:, 4] *= 1e-40  # products that vanish keep their sign
 bias = torch.randn(19, generator=g)
 
 def bits(x):
@@ -497,6 +518,11 @@ for window in (16, 24):
         for words in ({1, 2} if plan.words else {0}):
             got = matmul_kernels.multiply(x, y, window, balance, bias.expand(21, 19), dtype, plan=replace(plan, words=words))
             assert torch.equal(bits(got), bits(want)), (window, balance, dtype, plan, words)
+    for plan in (levels, joint):
+        plan = launch.split(plan, 256, window, 1)
+        got = matmul_kernels.multiply(a, b, window, "weight", bias.expand(21, 19), torch.float32, transposed=True, plan=plan)
+        assert got.t().is_contiguous()
+        assert torch.equal(bits(got), bits(matmul.exact_mm(a, b, window=window, balance="weight", bias=bias)))
     x, y = a[:20].view(2, 10, 150), b[:, :8].expand(2, 150, 8)
     got = matmul_kernels.multiply(x, y, window, "none", None, torch.float32, plan=launch.split(levels, 256, window, 1))
     assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window)))
@@ -515,11 +541,16 @@ got = matmul_kernels.multiply(long[None], tall[None], 24, "keys", None, torch.fl
 assert torch.equal(bits(got), bits(matmul.exact_bmm(long[None], tall[None], window=24, balance="keys")))
 long = torch.randn(3, 9000, generator=g)
 for x, dim in ((long, -1), (long.t().contiguous(), -2)):
-    d = kernels.quantize(x, 24, dim)
+    recipe = matmul_recipe.Recipe()
+    one = kernels.operand(x, matmul_recipe.A, dim)
+    d, _ = kernels.quantize(recipe, one, one, 24)
+    buffers = (x, None, None, None, *recipe.scratch("cpu"))
+    recipe.run(buffers)
     q = quantize.quantize(x, 24, dim)
     planes = quantize.digits(q.q if dim == -1 else q.q.t(), 24)
-    assert torch.equal(d.digits[:, :, :9000], planes) and not d.digits[:, :, 9000:].any()
-    assert torch.equal(d.exponents, q.exponents)
+    digits = matmul_recipe.view(buffers, d.digits).view(3, 3, d.padded)
+    assert torch.equal(digits[:, :, :9000], planes) and not digits[:, :, 9000:].any()
+    assert torch.equal(matmul_recipe.view(buffers, d.exponents), q.exponents)
 print("equal")
 """
 
@@ -534,6 +565,134 @@ def test_kernels_in_the_interpreter():
         text=True,
     )
     assert run.stdout.endswith("equal\n"), run.stderr[-3000:]
+
+
+OFFLINE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def __init__(self, capability): self.capability = capability
+    def get_current_target(self): return GPUTarget("cuda", self.capability, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+
+from carbon_compile.templates import launch, matmul_kernels
+from carbon_compile.templates.quantize_kernels import Digits
+
+def meta(*shape, dtype=torch.float32): return torch.empty(shape, dtype=dtype, device="meta")
+
+def products():
+    # Sizes and strides of 1 reach a kernel as constants.
+    for m, n, k in ((1, 1, 2), (1, 260, 300), (70, 1, 130)):
+        yield meta(m, k), meta(k, n), "weight", meta(n).expand(m, n), torch.bfloat16
+        yield meta(k, m).t(), meta(k, n), "gradient", None, torch.float32
+        yield meta(1, m, k), meta(1, k, n), "keys", None, torch.float32
+    yield meta(3, 20, 50, dtype=torch.float16), meta(1, 50, 9, dtype=torch.float16).expand(3, 50, 9), "none", None, torch.float16
+
+compiled = 0
+for capability in (80, 90, 100):
+    triton.runtime.driver.set_active(Driver(capability))
+    launch.hardware = lambda device: launch.Hardware(divmod(capability, 10), 132)
+    launch.gemm_plan.cache_clear()
+    for a, b, balance, bias, dtype in list(products())[:: 1 if capability == 90 else 3]:
+        recipe = matmul_kernels.prepare(a, b, 24, balance, bias, device=torch.device("cuda"))
+        recipe.warm((a.dtype, b.dtype, None if bias is None else bias.dtype, dtype))
+        compiled += len(recipe.launches)
+print("compiled", compiled)
+"""
+
+
+def test_kernels_compile_for_gpus_that_are_not_here():
+    pytest.importorskip("triton")
+    run = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=600, cwd=os.path.dirname(os.path.dirname(__file__)))
+    assert run.stdout.startswith("compiled"), run.stderr[-3000:]
+
+
+class Recorded:
+    """A kernel that notes what it is launched with, the ordinary way or by its compiled form."""
+
+    def __init__(self, kernel, calls):
+        self.arg_names, self.calls = kernel.arg_names, calls
+        self.function, self.packed_metadata, self.key = object(), object(), kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            names = self.arg_names[len(arguments) :]
+            self.note(grid[0], [*arguments, *(constants[name] for name in names)])
+            return self
+
+        return launch
+
+    def run(self, x, y, z, stream, function, metadata, given, enter, leave, *arguments):
+        assert (y, z, stream) == (1, 1, 7) and (given, enter, leave) == (None, None, None)
+        assert function is self.function and metadata is self.packed_metadata
+        self.note(x, arguments)
+
+    def note(self, grid, arguments):
+        self.calls.append((self.key, grid, [self.plain(x) for x in arguments]))
+
+    def plain(self, x):
+        if hasattr(x, "base"):  # a tensor descriptor
+            return x.base.data_ptr(), x.shape, x.strides, x.padding
+        return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
+def recipes():
+    """Products whose recipes differ: operands, balance, bias, plan."""
+    a, b = wild(21, 150), wild(150, 19, seed=1)
+    bias = wild(19, seed=2).expand(21, 19)
+    levels = launch.split(launch.Plan(128, 128, 128, 8, 3, tma=True), 256, 24, 1)
+    joint = launch.Plan(128, 128, 64, 8, 4, joint=True, specialised=True)
+    swapped = launch.split(
+        launch.Plan(128, 32, 128, 4, 4, joint=True, tma=True, swap=True), 256, 24, 2
+    )
+    yield a, b, "none", None, launch.split(launch.Plan(32, 32, 64, 4, 1), 256, 24, 3)
+    yield a, b, "weight", bias, levels
+    yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
+    yield a, b, "none", None, launch.split(replace(joint, programs=1), 256, 24, 2)
+    yield a, b, "weight", bias, swapped
+    yield (
+        wild(2, 5, 9000),
+        wild(2, 9000, 6, seed=3),
+        "keys",
+        None,
+        launch.split(levels, 9088, 24, 1),
+    )
+
+
+def test_a_replayed_product_launches_the_same():
+    pytest.importorskip("triton")
+    from carbon_compile.templates import matmul_kernels
+
+    for a, b, balance, bias, plan in recipes():
+        recipe = matmul_kernels.prepare(a, b, 24, balance, bias, plan=plan)
+        ordinary, replayed = [], []
+        recipe.launches = [x._replace(kernel=Recorded(x.kernel, ordinary)) for x in recipe.launches]
+        out = torch.empty(*a.shape[:-1], b.shape[-1])
+        buffers = (a, b, bias, out, *recipe.scratch("cpu"))
+        recipe.run(buffers)
+        assert recipe.replays
+        for step in recipe.launches:
+            step.kernel.calls = replayed
+        recipe.replay([0 if x is None else x.data_ptr() for x in buffers], 7)
+        assert ordinary == replayed and len(ordinary) == len(recipe.launches)
+
+
+def test_signatures_tell_products_apart():
+    a, b, bias = torch.zeros(8, 12), torch.zeros(12, 5), torch.zeros(5)
+    wide = torch.zeros(8, 13)
+    options = dict(window=24, balance="weight", bias=None, out_dtype=torch.float32, engine="int8")
+    changes = [
+        {}, {"a": wide[:, :12]}, {"a": wide[:, 1:]}, {"a": a.t().contiguous().t()}, {"a": a[:7]},
+        {"a": a.bfloat16()}, {"b": torch.zeros(61)[1:].view(12, 5)}, {"b": b[:, :4]},
+        {"window": 16}, {"balance": "none"},
+        {"bias": bias}, {"bias": bias.bfloat16()}, {"bias": torch.zeros(6)[1:]}, {"bias": bias[None]},
+        {"out_dtype": torch.float16}, {"engine": "bf16"}, {"transposed": True},
+    ]  # fmt: skip
+    keys = [matmul._signature(**{"a": a, "b": b, **options, **change}) for change in changes]
+    assert len(set(keys)) == len(keys)
+    assert matmul._signature(a + 1, b + 1, **options) == keys[0]
 
 
 @pytest.mark.gpu
@@ -562,3 +721,74 @@ def test_gpu_equals_cpu(window, engine):
             for x, y in ((a, b), (a.mT.contiguous().mT, b.mT.contiguous().mT)):
                 got = exact_bmm(x.cuda(), y.cuda(), window=window, balance="keys")
                 assert same(got.cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", WINDOWS)
+def test_gpu_replays_are_the_product(window):
+    """First call, replay and CPU twin on alignments, strides and sizes of every kind."""
+
+    def layouts(rows, k, dtype, seed):
+        x = wild(rows, k + 1, dtype=dtype, seed=seed)
+        yield x[:, :k].contiguous()
+        yield x[:, 1:]
+        yield x[:, :k]
+        yield x.t().contiguous().t()[:, 1:]
+        yield x[:, :1].expand(rows, k)
+
+    for dtype in matmul.OPERANDS:
+        for m, n, k in ((33, 48, 128), (16, 129, 257), (200, 96, 1000)):
+            for a, b in zip(
+                layouts(m, k, dtype, 1), reversed([*layouts(n, k, dtype, 2)]), strict=True
+            ):
+                for balance, bias in (("weight", wild(n + 1)[1:]), ("gradient", None)):
+                    options = dict(window=window, balance=balance, out_dtype=dtype)
+                    launch.prepared.clear()
+                    for scale in (1, -3, 0):  # other values, other addresses
+                        x, y = a * scale if scale != 1 else a, b.t()
+                        want = exact_mm(x, y, bias=bias, **options)
+                        on = [t if t is None else on_gpu(t) for t in (x, y, bias)]
+                        got = exact_mm(on[0], on[1], bias=on[2], **options)
+                        assert same(got.cpu(), want), (dtype, m, n, k, balance, scale, a.stride())
+                    assert len(launch.prepared) >= 1
+
+
+def on_gpu(x):
+    """A copy with the same strides and the same alignment."""
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).cuda()
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_precompiled_products_compile_nothing_more(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    a, b, bias = wild(96, 640), wild(640, 80, seed=1), wild(80, seed=2)
+    cases = [
+        (a, b, dict(window=16, balance="weight", bias=bias)),
+        (a, b, dict(window=24, balance="gradient", transposed=True, out_dtype=torch.bfloat16)),
+        (a.expand(2, 96, 640), b.expand(2, 640, 80), dict(window=24, balance="keys")),
+    ]
+    matmul.prepared([(x.to("meta"), y.to("meta"), o) for x, y, o in cases], torch.device("cuda"))()
+    monkeypatch.setattr(JITFunction, "_do_compile", None)
+    for x, y, o in cases:
+        product = exact_mm if x.dim() == 2 else exact_bmm
+        want = product(x, y, **o)
+        o = {k: v.cuda() if k == "bias" else v for k, v in o.items()}
+        assert same(product(x.cuda(), y.cuda(), **o).cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_products_in_a_graph():
+    a, b = wild(200, 512).cuda(), wild(512, 300, seed=1).cuda()
+    want = [exact_mm(a, b, window=24, balance=balance) for balance in matmul.BALANCES]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [exact_mm(a, b, window=24, balance=balance) for balance in matmul.BALANCES]
+    for x in got:
+        x.zero_()
+    graph.replay()
+    assert all(same(x, y) for x, y in zip(got, want, strict=True))

@@ -211,8 +211,8 @@ def test_a_mismatched_checkpoint_is_refused_with_reasons_and_changes_nothing(tmp
 
 def test_another_contract_is_refused(tmp_path, monkeypatch):
     made().save(tmp_path / "c.pt")
-    monkeypatch.setattr("carbon_compile.checkpoint.contract", lambda: "3")
-    with pytest.raises(CheckpointError, match="it was made under contract 2 .*, this is 3"):
+    monkeypatch.setattr("carbon_compile.checkpoint.contract", lambda: "4")
+    with pytest.raises(CheckpointError, match="it was made under contract 3 .*, this is 4"):
         made().load(tmp_path / "c.pt")
 
 

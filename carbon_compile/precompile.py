@@ -1,0 +1,87 @@
+"""Product kernels compiled beside Inductor's own work, so that the first call finds them ready."""
+
+import logging
+import threading
+
+import torch
+
+from . import host
+
+log = logging.getLogger(__name__)
+
+
+def start(graph):
+    """Compile the kernels that the products of a final graph will launch, in threads of their own.
+
+    Only for graphs on a CUDA device, and only a saving of time: a product whose kernel is not ready
+    compiles it at its first call. Products of symbolic sizes are left to that. The threads get no
+    tensors: a fake one would bring its mode into them while this thread traces.
+    """
+    with host.real_tensors():
+        calls = [call for node in graph.nodes if (call := _product(node)) is not None]
+        if not calls:
+            return None
+        from .templates import matmul
+
+        device = calls[0][0]
+        compile_kernels = matmul.prepared([call[1:] for call in calls if call[0] == device], device)
+    thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _logged(compile_kernels):
+    try:
+        compile_kernels()
+    except Exception as error:  # the first call compiles, and reports what is wrong
+        log.info("precompiling products failed: %s: %s", type(error).__name__, error)
+
+
+def _product(node):
+    """(device, a, b, options of the template) of a product node on CUDA with known sizes, else None."""
+    describe = _OPTIONS.get(str(node.target)) if node.op == "call_function" else None
+    if describe is None:
+        return None
+    values = [a.meta.get("val") if isinstance(a, torch.fx.Node) else a for a in node.args]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if not tensors or tensors[0].device.type != "cuda" or not all(_known(t) for t in tensors):
+        return None
+    device = tensors[0].device
+    return (device, *describe(*(_bare(v) for v in values)))
+
+
+def _known(tensor):
+    return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+
+
+def _bare(value):
+    """A tensor's size, strides and type, without its fake mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta")
+
+
+def _mm(a, b, bias, window, balance, dtype):
+    if balance == "gradient_transposed":
+        return b.t(), a.t(), {"window": window, "balance": "gradient", "out_dtype": dtype, "transposed": True}
+    return a, b, {"window": window, "balance": balance, "bias": bias, "out_dtype": dtype}
+
+
+def _bmm(a, b, window, dtype):
+    return a, b, {"window": window, "out_dtype": dtype}
+
+
+def _bmm_keys(a, b, window, dtype):
+    return a, b, {"window": window, "balance": "keys", "out_dtype": dtype}
+
+
+def _scores(q, k, window):
+    return q, k.transpose(1, 2), {"window": window}
+
+
+_OPTIONS = {
+    "carbon.mm_kernel.default": _mm,
+    "carbon.bmm_kernel.default": _bmm,
+    "carbon.bmm_keys_kernel.default": _bmm_keys,
+    "carbon.attention_scores_kernel.default": _scores,
+}
