@@ -317,6 +317,8 @@ def index_put(x, indices, values, accumulate=False):
     """Accumulating: an exact sum a destination. Otherwise the last write in index order stays."""
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return _index_put_masked(x, indices, values, accumulate)
+    if values.dim() == 0:
+        values = values.to(x.device)  # a number: `x[i] = 0` hands it over on the CPU
     places = Places(x, indices)
     matrix, values = places.matrix(), places.rows(values)
     if accumulate:

@@ -115,7 +115,7 @@ def rows_tile(rows: int, k: int, side_by_side: bool) -> Tile:
     if side_by_side and rows > 1:
         columns = min(512, max(64, _power_of_two(k)))
         return Tile(max(16, min(128, 8192 // columns)), columns, _QUANTISING_WARPS)
-    columns = next((width for width in (64, 256, 1024) if k <= width), 4096)
+    columns = next((width for width in (64, 256, 512, 1024) if k <= width), 4096)
     return Tile(4096 // columns, columns, _QUANTISING_WARPS)
 
 

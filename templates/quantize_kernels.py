@@ -3,6 +3,10 @@
 Operands are read where they lie, in either stride order, and both of a product in one launch. A row
 that fits a program's registers is read once, a longer one twice by the same program. All decisions are made on
 bit patterns and integers, so flush-to-zero, NaN payloads and the order of maxima cannot matter.
+
+Integer instructions, not bytes, bound the general way. Where every scale is a normal power of two and
+each row's largest magnitude lies in [2^-100, 2^128), a program takes the quick way: balanced values
+are binary32 products, exact unless so small that they round to 0. Both ways give the same digits.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ _POISON = tl.constexpr(POISON)
 _EMPTY = tl.constexpr(EMPTY)
 _ZERO = tl.constexpr(EXPO_ZERO)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_SMALL_BITS = tl.constexpr(27 << 23)  # 2^-100
 
 BALANCES = {"none": 0, "weight": 1, "gradient": 2, "keys": 3}
 
@@ -120,7 +125,65 @@ def _integers(x, shift):
     # is exact wherever it does not round to 0.
     shift = tl.minimum(tl.maximum(shift, -252), 252)
     half = shift >> 1
-    y = x.to(tl.float32) * _power_of_two(half) * _power_of_two(shift - half)
+    return _rounded(x.to(tl.float32) * _power_of_two(half) * _power_of_two(shift - half))
+
+
+@triton.jit
+def _plain_scales(second_ptr, k, K, sign, MODE: tl.constexpr):
+    """2^(sign d) of the contraction indices k, and where that holds: d's maximum is normal, or zero.
+
+    With keys a zero row of the second operand drops its index from the first.
+    """
+    largest = tl.load(second_ptr + k, mask=k < K, other=0)
+    if MODE == 3:
+        field = (largest + _BUMP) & _INFINITY_BITS
+    else:
+        field = largest & _INFINITY_BITS
+    bits = tl.where(sign > 0, field + (1 << 23), (253 << 23) - field)
+    bits = tl.where(largest == 0, 0 if MODE == 3 else 127 << 23, bits)
+    plain = (largest == 0) | ((largest >= (1 << 23)) & (largest < (252 << 23)))
+    return bits.to(tl.float32, bitcast=True), plain.to(tl.int32)
+
+
+@triton.jit
+def _balanced(x, k, K, second_ptr, sign, MODE: tl.constexpr, BK: tl.constexpr):
+    """x 2^(sign d) in binary32, and per contraction index whether its scale is plain."""
+    if MODE == 0:
+        y = x.to(tl.float32)
+        plain = tl.full((BK,), 1, tl.int32)
+    else:
+        scales, plain = _plain_scales(second_ptr, k, K, sign, MODE)
+        y = x.to(tl.float32) * scales[None, :]
+    return y, plain
+
+
+@triton.jit
+def _ordinary(largest):
+    """Whether a row's largest balanced magnitude, as bits, is in the quick way's range."""
+    return (largest >= _SMALL_BITS) & (largest < _INFINITY_BITS)
+
+
+@triton.jit
+def _bexpo_of_normal(bits):
+    return ((bits + _BUMP) >> 23) - 126
+
+
+@triton.jit
+def _nearest(y, e, W: tl.constexpr):
+    """RNE(y 2^(W - 1 - e)) as int32 for |y| below 2^e 128/129, e per row."""
+    shift = tl.minimum(tl.maximum((W - 1) - e, -126), 126)  # out of range only where y is 0
+    z = y * _power_of_two(shift)[:, None]
+    if W == 16:
+        # 1.5 2^23: an ulp is 1 on both sides of zero.
+        q = (z + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    else:
+        q = _rounded(z)
+    return q
+
+
+@triton.jit
+def _rounded(y):
+    """RNE of magnitudes below 2^23, as int32."""
     bits = y.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     # In [2^23, 2^24) a binary32 ulp is 1: the addition rounds to an integer, ties to even, and the
@@ -224,25 +287,65 @@ def _quantize_rows(
     plane = tl.cast(all_rows, tl.int64) * KP  # an argument of 1 is a plain int here
     k = tl.arange(0, BK)
     if LOOP:
-        best = tl.full((BR, BK), 0 if MODE == 0 else _EMPTY, tl.int32)
+        best = tl.zeros((BR, BK), tl.int32)
+        plain = tl.full((BK,), 1, tl.int32)
         for start in range(0, K, BK):
             x = _tile(base, r, start + k, R, K, stride_k)
-            best = tl.maximum(best, _values(x, start + k, K, second_ptr, sign, MODE))
+            y, now = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
+            best = tl.maximum(best, _magnitude_bits(y))
+            plain = tl.minimum(plain, now)
     else:
         x = _tile(base, r, k, R, K, stride_k)
-        best = _values(x, k, K, second_ptr, sign, MODE)
+        y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK)
+        best = _magnitude_bits(y)
+    largest = tl.max(best, axis=1)
+    quick = _ordinary(largest) | (r >= R)
+    if MODE == 0:
+        quick = quick | (largest == 0)
+    elif MODE == 3:  # the second operand's exponents went to the first
+        quick = quick | ((sign < 0) & (largest < _INFINITY_BITS))
+    if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
+        e = _bexpo_of_normal(largest)
+        if MODE == 3:
+            e = tl.where(sign < 0, 0, e)
+        stored = tl.where(largest == 0, 0, e - (W - 1)) if MODE == 0 else e - (W - 1)
+        tl.store(exponents_ptr + row, stored, mask=r < R)
+        if LOOP:
+            for start in range(0, KP, BK):
+                x = _tile(base, r, start + k, R, K, stride_k)
+                y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
+                mask = (r < R)[:, None] & (start + k < KP)[None, :]
+                _store_digits(_nearest(y, e, W), digits + (start + k)[None, :], plane, mask, D)
+        else:
+            mask = (r < R)[:, None] & (k < KP)[None, :]
+            _store_digits(_nearest(y, e, W), digits + k[None, :], plane, mask, D)
+    else:
+        _quantize_rows_slowly(
+            base, digits, exponents_ptr + row, plane, r, R, K, KP, stride_k, second_ptr, sign,
+            W, D, MODE, BR, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_rows_slowly(
+    base, digits, exponents, plane, r, R, K, KP, stride_k, second_ptr, sign,
+    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The general way, for magnitudes and balances of any size, zeros and what is not finite."""
+    k = tl.arange(0, BK)
+    best = tl.full((BR, BK), 0 if MODE == 0 else _EMPTY, tl.int32)
+    for start in range(0, K, BK):
+        x = _tile(base, r, start + k, R, K, stride_k)
+        best = tl.maximum(best, _values(x, start + k, K, second_ptr, sign, MODE))
     e = tl.max(best, axis=1)
     if MODE == 0:
         e = _balanced_exponents(e, 0)
     elif MODE == 3:
-        e = tl.where(sign < 0, 0, e)  # the second operand's exponents went to the first
-    tl.store(exponents_ptr + row, _stored_exponent(e, W), mask=r < R)
-    if LOOP:
-        for start in range(0, KP, BK):
-            x = _tile(base, r, start + k, R, K, stride_k)
-            _store_tile(x, e, digits, start + k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
-    else:
-        _store_tile(x, e, digits, k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
+        e = tl.where(sign < 0, 0, e)
+    tl.store(exponents, _stored_exponent(e, W), mask=r < R)
+    for start in range(0, KP, BK):
+        x = _tile(base, r, start + k, R, K, stride_k)
+        _store_tile(x, e, digits, start + k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
 
 
 @triton.jit
@@ -300,11 +403,19 @@ def _raise_exponents(
 ):
     """Raise each row's largest exponent, counted from EMPTY, to that of the contraction indices k."""
     base = x_ptr + k.to(tl.int64)[:, None] * stride_k
+    plain = tl.min((tl.abs(d) <= 126).to(tl.int32), axis=0)
+    scale = _power_of_two(d)[:, None]
     for start in range(0, R, BR):
         r = start + tl.arange(0, BR)
         x = _tile(base, k, r, K, R, stride_r)
-        largest = tl.max(_balanced_exponents(_magnitude_bits(x), d[:, None]), axis=0)
-        tl.atomic_max(largest_ptr + r, largest - _EMPTY, mask=r < R, sem="relaxed")
+        bits = _magnitude_bits(x)
+        zero = tl.max(bits, axis=0) == 0
+        largest = tl.max(_magnitude_bits(x.to(tl.float32) * scale), axis=0)
+        if (tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & plain) != 0:
+            e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
+        else:
+            e = tl.max(_balanced_exponents(bits, d[:, None]), axis=0) - _EMPTY
+        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
 
 
 @triton.jit
@@ -341,7 +452,15 @@ def _digits_of_tile(
     x = _tile(x_ptr + r.to(tl.int64)[:, None] * stride_r, r, k, R, K, stride_k)
     digits = digits_ptr + r.to(tl.int64)[:, None] * KP
     plane = tl.cast(R, tl.int64) * KP
-    _store_tile(x, e, digits, k, r, R, K, KP, plane, d_ptr, sign, W, D, 2)
+    d = tl.load(d_ptr + k, mask=k < K, other=0)
+    moderate = tl.min((tl.abs(d) <= 126).to(tl.int32), axis=0)
+    quick = ((e >= -99) & (e <= 127)) | (e == _EMPTY) | (r >= R)
+    if (tl.min(quick.to(tl.int32), axis=0) & moderate) != 0:
+        y = x.to(tl.float32) * _power_of_two(sign * d)[None, :]
+        mask = (r < R)[:, None] & (k < KP)[None, :]
+        _store_digits(_nearest(y, e, W), digits + k[None, :], plane, mask, D)
+    else:
+        _store_tile(x, e, digits, k, r, R, K, KP, plane, d_ptr, sign, W, D, 2)
 
 
 @triton.jit

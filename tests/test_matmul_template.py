@@ -533,6 +533,19 @@ for window in (16, 24):
         got = matmul_kernels.multiply(x, y, window, "keys", None, torch.float32, plan=launch.split(levels, 256, window, 1))
         assert torch.equal(bits(got), bits(matmul.exact_bmm(x, y, window=window, balance="keys"))), window
 
+# The quick way of quantising, up to its limits and beyond.
+small = launch.split(levels, 64, 24, 1)
+for ea, eb, spread in ((0, 0, 0), (-98, 0, 3), (-101, 30, 2), (120, -60, 6), (3, -125, 8), (0, 124, 3), (-60, -60, 40)):
+    x = torch.randn(21, 40, generator=g) * torch.exp2(ea + torch.randint(-spread, spread + 1, (21, 40), generator=g))
+    y = torch.randn(40, 9, generator=g) * torch.exp2(eb + torch.randint(-spread, spread + 1, (40, 1), generator=g))
+    x[13], x[:, 3], y[5], y[:, 2] = 0, 0, 0, 0
+    for window in (16, 24):
+        for balance in ("none", "weight", "gradient"):
+            got = matmul_kernels.multiply(x, y, window, balance, None, torch.float32, plan=replace(small))
+            assert torch.equal(bits(got), bits(matmul.exact_mm(x, y, window=window, balance=balance))), (ea, eb, spread, window, balance)
+        got = matmul_kernels.multiply(x[None], y[None], window, "keys", None, torch.float32, plan=replace(small))
+        assert torch.equal(bits(got), bits(matmul.exact_bmm(x[None], y[None], window=window, balance="keys"))), (ea, eb, spread, window)
+
 long = torch.randn(3, 9000, generator=g)
 tall = torch.randn(9000, 3, generator=g)
 tall[7], tall[8, 1], tall[9] = 0, float("inf"), tall[9] * 1e-42
