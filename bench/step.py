@@ -7,6 +7,7 @@ that a drifting clock touches all of them alike. Compile time is the first step 
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -14,42 +15,23 @@ import time
 import torch
 from tabulate import tabulate
 
-CONTENDERS = {
-    "eager float32": (None, False),
-    "inductor float32": ("inductor", False),
-    "carbon float32": ("carbon", False),
-    "carbon+graphs float32": ("carbon+graphs", False),
-    "eager bfloat16": (None, True),
-    "inductor bfloat16": ("inductor", True),
-    "carbon bfloat16": ("carbon", True),
-    "carbon+graphs bfloat16": ("carbon+graphs", True),
-}
+from bench.cases_models import MODELS, PRECISIONS, Training, gpt2
+from bench.contenders import engines
+from bench.measure import wait
+
+CONTENDERS = {f"{engine} {precision}": (engine, precision) for precision in PRECISIONS for engine in ("eager", "inductor", "carbon", "carbon+graphs")}
 
 
 class Contender:
     """One model with its optimizer, and a step that can be timed."""
 
-    def __init__(self, backend, autocast, device, layers):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(0)
-        config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
-        self.model = GPT2LMHeadModel(config).to(device).train()
-        self.model.loss_type = "ForCausalLM"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.device, self.autocast, self.times = device, autocast, []
-        forward = lambda x: self.model(x, labels=x).loss  # noqa: E731
-        name, _, graphs = (backend or "").partition("+")
-        options = {"inductor": {"triton.cudagraphs": True}} if graphs else {}
-        self.forward = forward if backend is None else torch.compile(forward, backend=name, options=options)
+    def __init__(self, name, device, model):
+        engine, precision = CONTENDERS[name]
+        self.device, self.times = device, []
+        self.training = Training(engines()[engine], PRECISIONS[precision], device, model, MODELS["gpt2-124m"].loss)
 
     def step(self, tokens):
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.forward(tokens)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
+        return self.training.step((tokens,))
 
     def timed(self, tokens):
         wait(self.device)
@@ -60,9 +42,10 @@ class Contender:
         return loss
 
 
-def wait(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
+@functools.cache
+def _model(layers):
+    torch.manual_seed(0)
+    return gpt2(layers=layers)
 
 
 def run(names, device, batch, length, rounds, layers, profiled=""):
@@ -70,8 +53,7 @@ def run(names, device, batch, length, rounds, layers, profiled=""):
     data = [torch.randint(0, 50257, (batch, length), generator=generator).to(device) for _ in range(rounds + 3)]
     contenders, rows = {}, []
     for name in names:
-        backend, autocast = CONTENDERS[name]
-        contender = contenders[name] = Contender(backend, autocast, device, layers)
+        contender = contenders[name] = Contender(name, device, _model(layers))
         contender.timed(data[0])
         contender.timed(data[1])
         if device == "cuda":

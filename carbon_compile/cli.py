@@ -1,4 +1,4 @@
-"""The command `carbon-compile`: lint, explain, coverage, diff, env, demo.
+"""The command `carbon-compile`: lint, explain, coverage, diff, env, demo, bench.
 
 Nothing but the result goes to standard output. Exit codes: 0 clean, 1 findings (or a difference),
 2 could not do it. torch is imported only by the subcommands that need it.
@@ -79,6 +79,7 @@ def _parser():
     _add_diff(command("diff", run_diff, "compare two certificates, ledgers or checkpoints, and replay the step where two runs part"))
     command("env", run_env, "print versions and settings, to paste into a bug report")
     _add_demo(command("demo", run_demo, "train a small transformer and compare its weight hash with the recorded one"))
+    _add_bench(command("bench", run_bench, "measure carbon beside stock PyTorch, bits first; in a checkout"))
     return parser
 
 
@@ -346,6 +347,39 @@ def run_demo(arguments) -> int:
     from carbon_compile import demo
 
     return demo.main(arguments)
+
+
+def _add_bench(sub):
+    sub.add_argument("--select", nargs="+", action="extend", default=[], metavar="SUBSTRING", help="only cases with one of these in their name; whole models (e2e) only when selected")
+    sub.add_argument("--contenders", nargs="+", action="extend", default=[], metavar="SUBSTRING", help="only contenders with one of these in their name; the bits are checked all the same")
+    sub.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (default: cuda where there is one); cases are small on cpu")
+    sub.add_argument("--rounds", type=_positive, metavar="N", help="turns of each contender (default: 20, on cpu 5)")
+    sub.add_argument("--budget", type=_positive, metavar="SECONDS", help="start no further case after so long")
+    sub.add_argument("--csv", metavar="FILE", help="write all rows there, after every case")
+    sub.add_argument("--json", action="store_true", help="print the rows as JSON")
+    sub.add_argument("--plot", metavar="FILE", help='draw the ratios; needs the extra "plot"')
+    sub.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
+    sub.add_argument("--readme", nargs="+", metavar="CSV", help="measure nothing; put these results between the README's markers")
+
+
+def run_bench(arguments) -> int:
+    bench = _bench()
+    try:
+        return bench.run(arguments, color=_wants_color(sys.stdout))
+    except ValueError as error:
+        raise Failure(str(error)) from error
+
+
+def _bench():
+    """The module bench.command of this checkout, which needn't be the directory the command runs in."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench" / "command.py").is_file():
+        raise Failure("the benchmarks are not part of the installed package: run this in a checkout, installed with pip install -e .")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    from bench import command
+
+    return command
 
 
 if __name__ == "__main__":
