@@ -184,7 +184,7 @@ def _forward(function, batch, autocast, device):
         return function(batch)
 
 
-def _check_forward(model, twin, batch, autocast, carbon):
+def _check_forward(model, twin, batch, autocast, carbon, names):
     got = twice(carbon)[:1]
     start = tuple(t[:1].cpu() for t in batch)
     part = "1 image"
@@ -218,12 +218,12 @@ def _running(make, method, batch):
     return training.engine.running(lambda: getattr(training, method)(batch))
 
 
-def _check_training(model, made, steps, batch, twin):
+def _check_training(model, made, steps, batch, twin, names):
     steps["carbon"]()  # compiles, with the clock running
     training = made["carbon"]()
     got = twice(functools.partial(training.bits, batch))
     compared = "two runs alike"
-    if "carbon+graphs" in made and _ready(steps["carbon+graphs"]):
+    if "carbon+graphs" in names and _ready(steps["carbon+graphs"]):
         graphs = made["carbon+graphs"]()
         graphs.model.load_state_dict(training.model.state_dict())
         for _ in range(2):  # recorded and replayed

@@ -65,7 +65,7 @@ def _prepare(shape, dtype, device):
     return Prepared((Work("", contenders, cost),), check, tuple(absent))
 
 
-def _check(carbon, a, b, window, balance, batch):
+def _check(carbon, a, b, window, balance, batch, names):
     got = twice(carbon)
     if batch:
         n = min(2, batch)

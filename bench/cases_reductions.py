@@ -133,7 +133,7 @@ def _prepare(operation, shape, dtype, backward, device):
     return Prepared((Work("", (*contenders, *others), cost),), check, tuple(absent))
 
 
-def _check(operation, operands, incoming, carbon):
+def _check(operation, operands, incoming, carbon, names):
     got = twice(carbon)
     available = operands[0].shape[operation.axis]
     n = min(available, max(1, _CHECKED // operands[0].shape[1 - operation.axis]))

@@ -137,13 +137,15 @@ def _measure_all(chosen, device, arguments, caches):
         _release(device)
         if arguments.csv:
             report.write_csv(arguments.csv, rows)  # after every case: whoever is stopped keeps what there is
-        _say(f"[{number + 1}/{len(chosen)}] {case.name} {time.monotonic() - start:.1f} s: {found[0]['error'] or _summary(found)}")
+        _say(f"[{number + 1}/{len(chosen)}] {case.name} {time.monotonic() - start:.1f} s: {_summary(found)}")
     return rows, []
 
 
 def _summary(rows):
-    carbon = next((row for row in rows if row["contender"] == "carbon"), rows[0])
-    return carbon["error"] or f"carbon {report.digits(carbon['median_ms'])} ms, {carbon['bits'] or 'bits checked'}"
+    carbon = next((row for row in rows if row["contender"] == "carbon"), None)
+    if carbon is None:
+        return "bits checked; carbon not timed"
+    return carbon["error"] or f"carbon {report.digits(carbon['median_ms'])} ms, {carbon['bits']}"
 
 
 def _say(line):
@@ -162,11 +164,11 @@ def _release(device):
 def measure_case(case, clock, ceilings: dict, facts: dict, rounds: int | None = None, contenders=()) -> list[dict]:
     """The rows of one case: bits first, and no figure where they fail.
 
-    `contenders` are substrings of the names of those who take part; all without any.
+    `contenders` are names of those who take part, or parts of names; all do without any.
     """
     from bench.contenders import NOT_INSTALLED
     from bench.measure import first_line, measure
-    from bench.registry import Work
+    from bench.registry import Work, taking_part
 
     try:
         prepared = case.prepare()
@@ -174,16 +176,18 @@ def measure_case(case, clock, ceilings: dict, facts: dict, rounds: int | None = 
         return [report.failed(case, facts, f"{report.LEFT_OUT}{first_line(error)}")]
     except Exception as error:
         return [report.failed(case, facts, f"not prepared: {first_line(error)}")]
+    names = {contender.name for work in prepared.works for contender in work.contenders}
+    chosen = {name for name in names if taking_part(name, contenders, names)}
     try:
-        bits = prepared.check()
+        bits = prepared.check(chosen)
     except Exception as error:
         return [report.failed(case, facts, f"check failed: {first_line(error)}", "differ" if isinstance(error, AssertionError) else "")]
     rows = []
     for work in prepared.works:
-        taking_part = tuple(c for c in work.contenders if not contenders or any(text in c.name for text in contenders))
-        timings = measure(Work(work.name, taking_part, work.cost, work.compiles), clock, rounds or (20 if clock.device == "cuda" else 5))
+        timed = tuple(contender for contender in work.contenders if contender.name in chosen)
+        timings = measure(Work(work.name, timed, work.cost, work.compiles), clock, rounds or (20 if clock.device == "cuda" else 5))
         rows += report.measured(case, work, timings, ceilings, facts, bits)
     for name, reason in prepared.absent:
-        if reason != NOT_INSTALLED and (not contenders or any(text in name for text in contenders)):
+        if reason != NOT_INSTALLED and taking_part(name, contenders, names):
             rows.append({**report.failed(case, facts, f"{report.LEFT_OUT}{reason}"), "contender": name})
     return rows

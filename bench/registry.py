@@ -6,7 +6,7 @@ so that every case can be run, and tested, anywhere.
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from bench.measure import wait
@@ -65,12 +65,13 @@ class Work:
 class Prepared:
     """A case with its inputs in memory.
 
-    `check()` compares carbon's bits and returns what it compared; it raises AssertionError where they
-    differ. `absent` are contenders left out, with the reason.
+    `check(names)` compares carbon's bits, and returns what it compared; it raises AssertionError where
+    they differ. `names` are the contenders to be timed, so that it needn't compile others. `absent` are
+    contenders left out, with the reason.
     """
 
     works: tuple[Work, ...]
-    check: Callable[[], str]
+    check: Callable[[Collection[str]], str]
     absent: tuple[tuple[str, str], ...] = ()
 
 
@@ -112,6 +113,11 @@ def select(cases: list, substrings: list[str], *, explicit: str = "e2e") -> list
         cheap = [case for case in fitting if case.group != explicit]
         found.update(case.name for case in cheap or fitting)
     return [case for case in cases if case.name in found]
+
+
+def taking_part(name: str, wanted: list[str], names: Collection[str]) -> bool:
+    """Whether the contender is wanted: by its whole name, or by a part that is nobody's whole name."""
+    return not wanted or any(text == name or (text in name and text not in names) for text in wanted)
 
 
 def _hint(text, cases):

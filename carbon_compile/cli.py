@@ -351,7 +351,7 @@ def run_demo(arguments) -> int:
 
 def _add_bench(sub):
     sub.add_argument("--select", nargs="+", action="extend", default=[], metavar="SUBSTRING", help="only cases with one of these in their name; whole models (e2e) only when selected")
-    sub.add_argument("--contenders", nargs="+", action="extend", default=[], metavar="SUBSTRING", help="only contenders with one of these in their name; the bits are checked all the same")
+    sub.add_argument("--contenders", nargs="+", action="extend", default=[], metavar="SUBSTRING", help="only these contenders, by name or a part of it that is nobody's name; the bits are checked all the same")
     sub.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (default: cuda where there is one); cases are small on cpu")
     sub.add_argument("--rounds", type=_positive, metavar="N", help="turns of each contender (default: 20, on cpu 5)")
     sub.add_argument("--budget", type=_positive, metavar="SECONDS", help="start no further case after so long")

@@ -17,7 +17,7 @@ from .definition import eager_engine
 ABOUT = {"date": "2026-01-02", "card": "a card", "torch": "2.13.0", "triton": "3.6.0", "cuda": "13.0", "carbon_compile": "0.1.0", "caches": "fresh"}
 
 
-def case(name="products/square/2x2x2/float32", works=None, check=lambda: "all rows, two runs alike", absent=()):
+def case(name="products/square/2x2x2/float32", works=None, check=lambda names: "all rows, two runs alike", absent=()):
     works = works or (work(eager=int, carbon=int),)
     return Case(*name.split("/"), lambda: Prepared(works, check, absent))
 
@@ -75,6 +75,14 @@ def test_selection():
         chosen("decode", "softmx")
 
 
+def test_contenders_by_whole_name_first():
+    names = ("eager", "inductor", "inductor deterministic", "carbon", "carbon+graphs")
+    chosen = lambda *wanted: [name for name in names if registry.taking_part(name, list(wanted), names)]  # noqa: E731
+    assert chosen() == list(names)
+    assert chosen("carbon", "inductor") == ["inductor", "carbon"]
+    assert chosen("graphs", "determ") == ["inductor deterministic", "carbon+graphs"]
+
+
 # --- measuring
 
 
@@ -119,7 +127,7 @@ def measured(case, **options):
 def test_a_failed_check_leaves_no_figure():
     called = []
 
-    def differ():
+    def differ(names):
         raise AssertionError("two runs: 1 of 4 elements differ\nmore")
 
     (row,) = measured(case(works=(work(eager=lambda: called.append(1), carbon=int),), check=differ))
@@ -162,7 +170,7 @@ def test_the_check_of_a_reduction(operation, monkeypatch):
     (doing,) = prepared.works
     carbon = next(contender for contender in doing.contenders if contender.name == "carbon")
     with eager_engine():
-        assert prepared.check().endswith("as the CPU's definition, two runs alike")
+        assert prepared.check(()).endswith("as the CPU's definition, two runs alike")
         right = carbon.call
         for place in range(len(right())):
 
@@ -173,7 +181,7 @@ def test_the_check_of_a_reduction(operation, monkeypatch):
 
             carbon.call = wrong
             with pytest.raises(AssertionError, match="device and CPU definition"):
-                prepared.check()
+                prepared.check(())
 
 
 def test_determinism_is_switched_back():
@@ -287,7 +295,7 @@ def test_list(run, only):
 
 
 def test_json_csv_and_exit_codes(run, only, tmp_path):
-    def differ():
+    def differ(names):
         raise AssertionError("bits")
 
     only(case(), case("products/bad/2x2x2/float32", check=differ))
@@ -297,6 +305,7 @@ def test_json_csv_and_exit_codes(run, only, tmp_path):
     assert report.read_csv(str(tmp_path / "rows.csv")) == found["rows"]
     assert "[2/2] products/bad/2x2x2/float32" in err and "check failed" in err
     assert run("--device", "cpu", "--select", "square")[0] == 0
+    assert run("--device", "cpu", "--select", "square", "--contenders", "nobody")[:2] == (0, "")
 
 
 def test_budget_says_what_it_left_out(run, only, monkeypatch):
