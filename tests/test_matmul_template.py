@@ -805,3 +805,38 @@ def test_gpu_products_in_a_graph():
         x.zero_()
     graph.replay()
     assert all(same(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", WINDOWS)
+def test_gpu_products_of_a_bfloat16_transformer(window):
+    """The products of a GPT-2 256 wide, 2048 tokens, as autocast makes them: their tiles are larger than those above,
+    results are bfloat16, and attention multiplies float32 weights by bfloat16 values."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape, scale=1.0, dtype=torch.bfloat16):
+        return (torch.randn(shape, generator=g) * scale).to(dtype)
+
+    x, wide = draw(2048, 256), draw(2048, 1024)
+    cases = {
+        "qkv": (x, draw(256, 768, scale=0.02), {"balance": "weight", "bias": draw(768)}),
+        "up": (x, draw(256, 1024, scale=0.02), {"balance": "weight", "bias": draw(1024)}),
+        "down": (wide, draw(1024, 256, scale=0.02), {"balance": "weight", "bias": draw(256)}),
+        "head": (x, draw(256, 256, scale=0.02).t(), {"balance": "weight"}),
+        "input gradient": (wide, draw(256, 1024, scale=0.02).t(), {"balance": "weight"}),
+        "weight gradient": (x.t(), wide, {"balance": "gradient"}),
+        "scores": (draw(128, 128, 32), draw(128, 128, 32).mT, {"out_dtype": torch.float32}),
+        "values": (torch.softmax(draw(128, 128, 128, dtype=torch.float32), -1), draw(128, 128, 32), {"balance": "keys"}),
+        "keys' gradient": (draw(128, 128, 128, dtype=torch.float32).mT, draw(128, 128, 32), {"balance": "keys"}),
+    }
+    wrong = []
+    for name, (a, b, options) in cases.items():
+        product = exact_mm if a.dim() == 2 else exact_bmm
+        options = {"window": window, "out_dtype": torch.bfloat16, **options}
+        want = product(a, b, **options)
+        moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        for call in ("first", "replayed"):
+            got = product(on_gpu(a), on_gpu(b), **moved).cpu()
+            if not same(got, want):
+                wrong.append(f"{name}, {call}: {int((bits(got) != bits(want)).sum())} of {got.numel()} differ")
+    assert not wrong, "\n".join(wrong)
