@@ -28,8 +28,31 @@ def compile_fx(gm, inputs, *, inner, decompositions, config):
 def compile_fx_inner(gm, inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
 
-    with _vector_bitcasts(), _one_dtype_handler():
+    with _vector_bitcasts(), _one_dtype_handler(), _loops_wait_for_stores():
         return compile_inner(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _loops_wait_for_stores():
+    """A barrier behind each part of a looped reduction that may store. A later loop may read that memory again, and a
+    thread then meets what another wrote: Triton chooses which thread holds an element by the widest
+    access, so the loops differ where one of them stores a narrower type. Without the barrier a layer
+    norm of float32 that ends in bfloat16 read a few elements too early.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    body_of = TritonKernel.codegen_body
+
+    @functools.wraps(body_of)
+    def codegen_body(kernel):
+        loops = any(tree.is_loop and tree.is_reduction and tree.numel != 1 for tree in kernel.range_trees)
+        stores = bool(kernel.stores)
+        body_of(kernel)
+        if loops and stores:
+            kernel.body.writeline("tl.debug_barrier()")
+
+    with mock.patch.object(TritonKernel, "codegen_body", codegen_body):
+        yield
 
 
 @contextlib.contextmanager
