@@ -94,11 +94,11 @@ def _or_minus_zero(x, present):
 def _with_bias(c, bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS: tl.constexpr):
     """c plus a bias along n (BIAS = 0), along m (1) or of both (2), if there is one."""
     if BIAS == 0:
-        present = (n < N) & (has_bias != 0)
+        present = n < N * has_bias
         bias = tl.load(bias_ptr + n.to(tl.int64) * bias_n, mask=present, other=0)
         c += _or_minus_zero(bias, present)[None, :]
     elif BIAS == 1:
-        present = (m < M) & (has_bias != 0)
+        present = m < M * has_bias
         bias = tl.load(bias_ptr + m.to(tl.int64) * bias_m, mask=present, other=0)
         c += _or_minus_zero(bias, present)[:, None]
     else:

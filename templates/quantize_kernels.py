@@ -303,7 +303,7 @@ def _quantize_rows(
     if MODE == 0:
         quick = quick | (largest == 0)
     elif MODE == 3:  # the second operand's exponents went to the first
-        quick = quick | ((sign < 0) & (largest < _INFINITY_BITS))
+        quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
         if MODE == 3:

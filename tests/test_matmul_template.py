@@ -685,7 +685,8 @@ def test_a_replayed_product_launches_the_same():
         out = torch.empty(*a.shape[:-1], b.shape[-1])
         buffers = (a, b, bias, out, *recipe.scratch("cpu"))
         recipe.run(buffers)
-        assert recipe.replays
+        if not recipe.replays:
+            pytest.skip("this Triton's launcher has not been compared: products take the ordinary way")
         for step in recipe.launches:
             step.kernel.calls = replayed
         recipe.replay([0 if x is None else x.data_ptr() for x in buffers], 7)
