@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import carbon_compile
-from carbon_compile import runlog
+from carbon_compile import host, runlog
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.diagnostics import Refused
 from carbon_compile.options import OptionError, Options
@@ -382,3 +383,15 @@ def test_a_warm_second_process_gives_the_same_bits(tmp_path):
     cold, warm = runs
     assert (cold.pop("hits"), warm.pop("hits")) == (0, 1)
     assert warm == cold and cold["held"]
+
+
+@pytest.mark.parametrize("loop, numel, stores, expected", [(True, 256, True, 1), (True, 256, False, 0), (True, 1, True, 0), (False, 256, True, 0)])
+def test_gpu_loops_wait_for_what_others_stored(monkeypatch, loop, numel, stores, expected):
+    triton_code = pytest.importorskip("torch._inductor.codegen.triton")
+    lines = []
+    monkeypatch.setattr(triton_code.TritonKernel, "codegen_body", lambda kernel: None)
+    tree = SimpleNamespace(is_loop=loop, is_reduction=True, numel=numel)
+    kernel = SimpleNamespace(stores=["store"] if stores else [], range_trees=[tree], body=SimpleNamespace(writeline=lines.append))
+    with host._loops_wait_for_stores():
+        triton_code.TritonKernel.codegen_body(kernel)
+    assert lines == ["tl.debug_barrier()"] * expected
