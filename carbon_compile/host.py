@@ -34,10 +34,12 @@ def compile_fx_inner(gm, inputs, **kwargs):
 
 @contextlib.contextmanager
 def _loops_wait_for_stores():
-    """A barrier behind each part of a looped reduction that may store. A later loop may read that memory again, and a
-    thread then meets what another wrote: Triton chooses which thread holds an element by the widest
-    access, so the loops differ where one of them stores a narrower type. Without the barrier a layer
-    norm of float32 that ends in bfloat16 read a few elements too early.
+    """A barrier behind each part of a looped reduction that may store.
+
+    A later loop may read that memory again, and a thread then meets what another wrote: Triton chooses
+    which thread holds an element by the widest access, so the loops differ where one of them stores a
+    narrower type. So does the layer norm of float32 that ends in bfloat16; seen in generated code for
+    sm_90 (2.11.0), the barrier not yet run on a card.
     """
     from torch._inductor.codegen.triton import TritonKernel
 

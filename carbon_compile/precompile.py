@@ -24,7 +24,7 @@ def start(graph):
         from .templates import matmul
 
         device = calls[0][0]
-        compile_kernels = matmul.prepared([call[1:] for call in calls if call[0] == device], device)
+        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
     return thread

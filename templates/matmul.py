@@ -77,7 +77,7 @@ def exact_bmm(
     return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
 
 
-def prepared(products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device) -> Callable[[], None]:
+def precompilation(products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device) -> Callable[[], None]:
     """A function, to call in any thread, that compiles what later products on a CUDA `device` launch.
 
     `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,

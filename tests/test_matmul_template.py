@@ -785,7 +785,7 @@ def test_gpu_precompiled_products_compile_nothing_more(monkeypatch):
         (a, b, dict(window=24, balance="gradient", transposed=True, out_dtype=torch.bfloat16)),
         (a.expand(2, 96, 640), b.expand(2, 640, 80), dict(window=24, balance="keys")),
     ]
-    matmul.prepared([(x.to("meta"), y.to("meta"), o) for x, y, o in cases], torch.device("cuda"))()
+    matmul.precompilation([(x.to("meta"), y.to("meta"), o) for x, y, o in cases], torch.device("cuda"))()
     monkeypatch.setattr(JITFunction, "_do_compile", None)
     for x, y, o in cases:
         product = exact_mm if x.dim() == 2 else exact_bmm
