@@ -28,7 +28,7 @@ def compile_fx(gm, inputs, *, inner, decompositions, config):
 def compile_fx_inner(gm, inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
 
-    with _vector_bitcasts(), _one_dtype_handler(), _loops_wait_for_stores():
+    with _vector_bitcasts(), _one_dtype_handler(), _loops_wait_for_stores(), _rows_stay_in_registers():
         return compile_inner(gm, inputs, **kwargs)
 
 
@@ -38,8 +38,8 @@ def _loops_wait_for_stores():
 
     A later loop may read that memory again, and a thread then meets what another wrote: Triton chooses
     which thread holds an element by the widest access, so the loops differ where one of them stores a
-    narrower type. So does the layer norm of float32 that ends in bfloat16; seen in generated code for
-    sm_90 (2.11.0), the barrier not yet run on a card.
+    narrower type. So does the layer norm of float32 that ends in bfloat16: without the barrier a GPT-2 of
+    width 256 gave other bits on an H200 (2.11.0) than on a CPU.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -54,6 +54,31 @@ def _loops_wait_for_stores():
             kernel.body.writeline("tl.debug_barrier()")
 
     with mock.patch.object(TritonKernel, "codegen_body", codegen_body):
+        yield
+
+
+# Of a row that a kernel holds in registers: 8 elements a thread of 512.
+_LONGEST_ROW = 4096
+
+
+@contextlib.contextmanager
+def _rows_stay_in_registers():
+    """Rows that Inductor reads in a loop from 1024 elements are held in registers up to 4096.
+
+    A sum of ours goes over its row twice, for the maximum and for the terms, where Inductor's own goes
+    once: a loop would read memory twice.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    usual = InductorChoices.should_use_persistent_reduction
+
+    def should_use_persistent_reduction(features, cooperative_reduction):
+        inner = features.get_reduction_hint() == ReductionHint.INNER
+        return usual(features, cooperative_reduction) or (inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW))
+
+    with mock.patch.object(InductorChoices, "should_use_persistent_reduction", staticmethod(should_use_persistent_reduction)):
         yield
 
 
@@ -209,7 +234,8 @@ def data_dependent(value):
 
 # Inductor writes this string behind `-ffp-contract=`, and nothing else lets a flag through. It always
 # passes -fno-signed-zeros, which lets a C++ compiler drop `x + 0.0` and turn -0.0 into +0.0.
-STRICT_CPP = "off -fsigned-zeros"
+# Integers wrap in every program of ours, as they do in PyTorch; to a C++ compiler that is an error.
+STRICT_CPP = "off -fsigned-zeros -fwrapv"
 
 
 def inductor_decompositions():

@@ -274,14 +274,59 @@ def _expo(o, m):
     return o.where(e < -125, -125, e)
 
 
+# A term q is made in two parts, q = high 2^19 + low, because processors convert binary32 to int64 much more
+# slowly than they add binary32: adding 1.5 2^23 to a number below 2^22 rounds it to an integer, to nearest
+# even, which then stands in the low bits. What that lost is exact, and is rounded the same way 19 bits
+# further down. Ties stay ties to even, since high 2^19 is even.
+PART_BITS = 19
+_ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
+# Up to this many terms the parts add up in int32: |low| <= 2^18, and |high| <= 2^19 reaches +2^31 only
+# where all are 2^19. Their terms are below 2^38 (m < 2^e), so all low parts are negative, which tells.
+PARTS_IN_INT32 = 2**12
+
+
+def _parts(o, t):
+    """(high, low) as int32 with high 2^19 + low = RNE(t 2^19), for |t| <= 2^19."""
+    near = t + _ROUNDER
+    far = (t - (near - _ROUNDER)) * 2.0**PART_BITS + _ROUNDER
+    return o.bits(near, torch.int32) - _ROUNDER_BITS, o.bits(far, torch.int32) - _ROUNDER_BITS
+
+
+def _sum_parts(o, x, m):
+    """The parts of q = RNE(x 2^(W - e)) for finite x; zeros where m is infinite."""
+    scale = o.where(m >= _INFINITY, -252, WINDOW - PART_BITS - _expo(o, m))
+    a, b = _two_power(o, scale)
+    return _parts(o, x * a * b)
+
+
+def _counted(o, x, q, plus, minus):
+    """`q` where x is finite, else a number from which the sum of all says which infinities there were."""
+    return o.where(x == float("inf"), plus, o.where(x == float("-inf"), minus, q))
+
+
 def _sum_terms(o, x, m):
-    """q = RNE(x 2^(W - e)) as int64; where m is infinite, +1 for +inf and 2^32 for -inf instead."""
-    special = m >= _INFINITY
-    low, high = _two_power(o, WINDOW - _expo(o, o.where(special, 0, m)))
-    q = o.to(o.rint(o.where(special, 0.0, x) * low * high), torch.int64)
-    plus = o.to(x == float("inf"), torch.int64)
-    minus = o.to(x == float("-inf"), torch.int64)
-    return o.where(special, plus + (minus << 32), q)
+    """q = RNE(x 2^(W - e)) as int64; where m is infinite, 1 for +inf and 2^32 for -inf, else 0."""
+    high, low = _sum_parts(o, x, m)
+    q = (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64)
+    return _counted(o, x, q, 1, 1 << 32)
+
+
+def _sum_high(o, x, m):
+    """The high part of a term; where m is infinite, 1 for +inf and 2^13 for -inf, else 0."""
+    return _counted(o, x, _sum_parts(o, x, m)[0], 1, 2 * PARTS_IN_INT32)
+
+
+def _sum_low(o, x, m):
+    """The low part of a term; where m is infinite, anything."""
+    return _sum_parts(o, x, m)[1]
+
+
+def _sum_total_of_parts(o, high, low, m):
+    """`_sum_total` of the sums of at most 2^12 high and low parts, which may have wrapped in int32."""
+    wrapped = (high == -(2**31)) & (low < 0)
+    high, low = o.to(high, torch.int64), o.to(low, torch.int64)
+    counts = (high & (2 * PARTS_IN_INT32 - 1)) + ((high >> 13) << 32)
+    return _sum_total(o, o.where(m >= _INFINITY, counts, (o.where(wrapped, 2**31, high) << PART_BITS) + low), m)
 
 
 def _sum_total(o, t, m):
@@ -331,7 +376,16 @@ def _unit_total2(o, high, low):
 
 def _unit_terms(o, p):
     """q = RNE(p 2^37) for 0 <= p <= 1: the terms of a sum whose exponent is known to be 1."""
-    return o.to(o.rint(o.where(o.isnan(p), 0.0, p) * 2.0 ** (WINDOW - 1)), torch.int64)
+    high, low = _unit_parts(o, p)
+    return (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64)
+
+
+def _unit_parts(o, p):
+    return _parts(o, o.where(o.isnan(p), 0.0, p) * 2.0 ** (WINDOW - 1 - PART_BITS))
+
+
+def _unit_total_of_parts(o, high, low):
+    return _unit_total(o, (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64))
 
 
 def _unit_total(o, t):
@@ -358,8 +412,14 @@ def _from_order_key64(o, k):
 register("magnitude", lambda o, x: _magnitude(o, o.to(x, torch.float32)), 1, "3", widen=False)
 register("sum_terms", lambda o, x, m: _sum_terms(o, o.to(x, torch.float32), m), 2, "3", widen=False)
 register("sum_total", _sum_total, 2, "3", widen=False)
+register("sum_high", lambda o, x, m: _sum_high(o, o.to(x, torch.float32), m), 2, "3", widen=False)
+register("sum_low", lambda o, x, m: _sum_low(o, o.to(x, torch.float32), m), 2, "3", widen=False)
+register("sum_total_of_parts", _sum_total_of_parts, 3, "3", widen=False)
 register("unit_terms", _unit_terms, 1, "3")
 register("unit_total", _unit_total, 1, "3", widen=False)
+register("unit_high", lambda o, p: _unit_parts(o, p)[0], 1, "3")
+register("unit_low", lambda o, p: _unit_parts(o, p)[1], 1, "3")
+register("unit_total_of_parts", _unit_total_of_parts, 2, "3", widen=False)
 register("high_word", _high_word, 1, "3", widen=False)
 register("low_word", _low_word, 1, "3", widen=False)
 register("sum_total2", _sum_total2, 3, "3", widen=False)

@@ -115,11 +115,60 @@ def test_sum_is_the_exact_sum_rounded_once(n):
     assert Fraction(P.sum(x).item()) == Fraction(torch.tensor(float(total), dtype=torch.float64).float().item())
 
 
+def test_sums_at_the_edge_of_int32():
+    """4096 terms add up in parts, 4097 in int64; where every term is the largest below a power of two, the
+    sum of the high parts is 2^31, which an int32 can't tell from -2^31."""
+    most = float(torch.tensor(1.0).nextafter(torch.tensor(0.0)))
+    for n in (4095, 4096, 4097):
+        rows = torch.full((2, n), most)
+        rows[1].neg_()
+        mixed = torch.where(torch.rand(3, n) < 0.5, 1.0, -1.0) * most
+        mixed[1] *= torch.rand(n) * 2.0**-20
+        check_sums(torch.cat([rows, mixed]))
+        special = torch.full((4, n), 3.0e38)
+        special[0, :] = math.inf
+        special[1, :] = -math.inf
+        special[2, -1] = -math.inf
+        special[3, :2] = torch.tensor([math.inf, -math.inf])
+        want = torch.tensor([math.inf, -math.inf, -math.inf, math.nan])
+        assert_bitwise(P.sum(special, 1), want)
+        assert_bitwise(compiled(lambda x: x.sum(1), [special])[0][0], want)
+
+
+def check_sums(x):
+    exact = torch.tensor([float(sum(map(Fraction, row), Fraction(0))) for row in x.tolist()], dtype=torch.float64)
+    got = P.sum(x, 1)
+    assert_bitwise(compiled(lambda x: x.sum(1), [x])[0][0], got)
+    assert ((got.double() - exact).abs() <= exact.abs() * 2.0**-24 + x.abs().amax(1) * x.shape[1] * 2.0**-38).all()
+
+
+@pytest.mark.parametrize("n", [3, 700, 4096, 5000])
+def test_parts_of_terms_are_the_terms(n):
+    x = torch.randn(8, n) * torch.exp2(torch.randint(-45, 3, (8, n)).float())
+    x[0] *= 2.0**-110
+    x[1] = 3.0e38 * torch.sign(x[1])
+    x[2, 1:] *= 2.0**-40
+    m = torch.ops.carbon.magnitude(x, dtype=torch.int32).amax(1, True)
+    high, low = (op(x, m, dtype=torch.int32) for op in (torch.ops.carbon.sum_high, torch.ops.carbon.sum_low))
+    e = torch.frexp(x.abs().amax(1, True))[1].clamp(min=-125)
+    expected = (x.double() * torch.exp2((38 - e).double())).round().long()  # half to even, and exact before it
+    assert torch.equal(torch.ops.carbon.sum_terms(x, m, dtype=torch.int64), expected)
+    assert torch.equal((high.long() << 19) + low, expected)
+    p = torch.rand(8, n)
+    p[:, 0] = 1.0
+    units = (p.double() * 2.0**37).round().long()
+    high, low = (op(p, dtype=torch.int32) for op in (torch.ops.carbon.unit_high, torch.ops.carbon.unit_low))
+    assert torch.equal(torch.ops.carbon.unit_terms(p, dtype=torch.int64), units)
+    assert torch.equal((high.long() << 19) + low, units)
+
+
 def test_two_words_are_one_word(monkeypatch):
     x = torch.randn(300) * torch.exp(3 * torch.randn(300))
     p = torch.rand(300)
     special = torch.tensor([[1.0, math.inf], [math.inf, -math.inf], [-math.inf, 2.0], [math.nan, math.inf]])
     one = P.sum(x), P.unit_sum(p, [0]), P.sum(special, [1])
+    monkeypatch.setattr(P.pointwise, "PARTS_IN_INT32", 0)
+    assert_bitwise((P.sum(x), P.unit_sum(p, [0]), P.sum(special, [1])), one)
     monkeypatch.setattr(P, "SINGLE_WORD", 2)
     assert_bitwise((P.sum(x), P.unit_sum(p, [0]), P.sum(special, [1])), one)
 
