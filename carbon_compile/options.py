@@ -20,6 +20,10 @@ _CHOICES = {
 }
 
 
+# What stock PyTorch's modes mean, where that can't move a bit.
+_MODES = {"default": {}, "reduce-overhead": {"triton.cudagraphs": True}}
+
+
 @dataclass(frozen=True)
 class Options:
     """What a user may set. Tuning options never change a bit; the classes of products do."""
@@ -36,8 +40,8 @@ class Options:
     @staticmethod
     def parse(mode=None, options=None):
         """Options from what torch.compile hands over. Raises OptionError with the nearest name."""
-        if mode not in (None, "default"):
-            raise OptionError(f"mode={mode!r} is Inductor's; carbon takes options={{...}} instead (see README, Options)")
+        if mode not in (None, *_MODES):
+            raise OptionError(f"mode={mode!r} is Inductor's; carbon takes {' or '.join(_MODES)}, or options={{...}} (see README, Options)")
         known = [f.name for f in fields(Options)]
         values = {}
         for key, value in (options or {}).items():
@@ -46,6 +50,7 @@ class Options:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
                 raise OptionError(f"unknown option {key!r}{hint}")
             values[key] = _checked(key, value)
+        values["inductor"] = tuple(sorted({**_MODES.get(mode, {}), **dict(values.get("inductor", ()))}.items()))
         chosen = Options(**values)
         try:
             chosen.refusals()

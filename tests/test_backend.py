@@ -83,6 +83,7 @@ def test_a_mode_is_inductors():
 def test_options_compare_as_written():
     assert Options.parse(options={"allow": ["CB402", "CB101"]}) == Options.parse(options={"allow": ("CB101", "CB402")})
     assert Options.parse("default") == Options.parse()
+    assert Options.parse("reduce-overhead") == Options.parse(options={"inductor": {"triton.cudagraphs": True}})
 
 
 def test_table_and_dump(tmp_path, capsys, fast):

@@ -1,10 +1,12 @@
 """Real models, five AdamW steps: the hashes that an H100 gave, on this machine and this PyTorch."""
 
+import functools
 import json
 
 import pytest
 import torch
 
+from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
 from tests import training
 
@@ -61,3 +63,12 @@ def test_a_wider_gpt2_has_the_states_of_the_cpu_layer_by_layer(precision):
 
     for i, (ours, theirs) in enumerate(zip(states("cuda"), states("cpu"), strict=True)):
         assert_bitwise(ours, theirs, f"state {i}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_cuda_graphs_give_the_recorded_hashes(precision):
+    """The third call of a graph is its first replay, so that two of five steps are replays."""
+    backend = functools.partial(carbon, mode="reduce-overhead")
+    results = training.train("gpt2", "cuda", PRECISIONS[precision], backend=backend)
+    assert results == RECORDED[f"gpt2/{precision}"]
