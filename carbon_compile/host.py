@@ -456,6 +456,17 @@ def in_backward():
     return torch._C._current_autograd_node() is not None
 
 
+def same_types(tensors):
+    """A function of as many values: whether all are tensors of the same classes, dtypes, devices, sizes,
+    strides and views (conjugate, negative) as these, asked under the same modes. A tenth of a microsecond each.
+
+    It keeps none of the tensors.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 def optimizer_hooks():
     """How many hooks stand behind the steps of all optimizers."""
     from torch.optim.optimizer import _global_optimizer_post_hooks

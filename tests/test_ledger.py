@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import carbon_compile
-from carbon_compile import cli, ledger_file, runlog
+from carbon_compile import cli, ledger_file, recording, runlog
 from carbon_compile.bits import canonical_bits
 from carbon_compile.digest import C1, C2, G, digest, digests, later
 from carbon_compile.ledger_file import LedgerError, Writer, differences, read
@@ -309,6 +309,227 @@ def test_another_hook_behind_a_compiled_step_is_not_excused(path):
             step()
     finally:
         hook.remove()
+
+
+# --- a layout that is kept from step to step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out, self.square = nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.out(self.norm(self.square(x)))
+
+
+def drop_gradient(model, optimizer):
+    model.out.bias.grad = None
+
+
+def bring_gradient(model, optimizer):
+    model.unused.grad = torch.ones(2)
+
+
+def transpose_gradient(model, optimizer):
+    model.square.weight.grad = model.square.weight.grad.t().contiguous().t()
+
+
+def swap_memory(model, optimizer):
+    model.square.weight.data = torch.arange(16.0).reshape(4, 4)
+
+
+def transpose_weight(model, optimizer):
+    model.square.weight.data = model.square.weight.data.t()
+
+
+def widen(model, optimizer):
+    model.out.weight.data = model.out.weight.data.double()
+
+
+def replace_buffer(model, optimizer):
+    model.norm.running_mean = torch.arange(4.0)
+
+
+def add_buffer(model, optimizer):
+    model.out.register_buffer("scale", torch.ones(2))
+
+
+def replace_module(model, optimizer):
+    model.norm = nn.BatchNorm1d(4)
+
+
+def replace_state(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[model.out.bias]["exp_avg"] += 1
+
+
+def drop_state(model, optimizer):
+    del optimizer.state[model.out.bias]
+
+
+def reorder_state(model, optimizer):
+    """Two entries of the same types change places."""
+    first, second, *others = (model.norm.weight, model.norm.bias, *(p for p in optimizer.state if p is not model.norm.weight and p is not model.norm.bias))
+    entries = dict(optimizer.state)
+    optimizer.state.clear()
+    optimizer.state.update((p, entries[p]) for p in (second, first, *others))
+
+
+def rename_state(model, optimizer):
+    entry = optimizer.state[model.out.bias]
+    optimizer.state[model.out.bias] = {{"exp_avg": "average"}.get(key, key): value for key, value in entry.items()}
+
+
+def add_state(model, optimizer):
+    optimizer.state[model.out.bias]["more"] = 3
+
+
+def change_state(model, optimizer):
+    optimizer.state[model.out.bias]["step"] = 3
+
+
+def number_to_tensor(model, optimizer):
+    optimizer.state[model.out.bias]["number"] = torch.tensor(7)
+
+
+def change_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def change_rate_in_place(model, optimizer):
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+
+
+def add_group(model, optimizer):
+    model.more = nn.Linear(2, 1)
+    optimizer.add_param_group({"params": model.more.parameters()})
+
+
+CHANGES = [
+    drop_gradient, bring_gradient, transpose_gradient, swap_memory, transpose_weight, widen, replace_buffer, add_buffer,
+    replace_module, replace_state, drop_state, reorder_state, rename_state, add_state, change_state, number_to_tensor, change_rate, change_rate_in_place, add_group,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_kept_layout_records_what_a_fresh_one_does(path, change):
+    model = Net()
+    rate = torch.tensor(0.1) if change is change_rate_in_place else 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.state[model.out.bias]["number"] = 7
+    with carbon_compile.ledger(path, model=model, observe=False) as kept:
+        for step, happens in enumerate([lambda *_: None, change, lambda *_: None], 1):
+            happens(model, optimizer)
+            kept.step(0.5, optimizer=optimizer)
+            with carbon_compile.ledger(f"{path}.{step}", model=model, observe=False, start=step - 1) as fresh:
+                fresh.step(0.5, optimizer=optimizer)
+    contents = read(path)
+    for step in (1, 2, 3):
+        alone = read(f"{path}.{step}")
+        for group in ledger_file.GROUPS[1:]:
+            assert contents.tensors(step, group) == alone.tensors(step, group)
+            assert contents.steps[step][group] == alone.steps[step][group]
+    same = change in (reorder_state, transpose_gradient)
+    assert same == all(contents.steps[1][group] == contents.steps[2][group] for group in ledger_file.GROUPS)
+    assert contents.tensors(2, "weights")["square.weight"] == f"{digest(model.square.weight):016x}"
+
+
+def test_a_layout_is_kept_while_gradients_come_and_go(path, monkeypatch):
+    layouts = []
+    plain = recording._Layout
+    monkeypatch.setattr(recording, "_Layout", lambda *given: layouts.append(plain(*given)) or layouts[-1])
+    train(path, steps=6)
+    assert len(layouts) == 1
+
+
+def test_a_sparse_gradient_is_refused_at_any_step(path):
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with carbon_compile.ledger(path, observe=False) as ledger:
+        weight.grad = torch.ones(3, 2)
+        ledger.step(0.5, optimizer=optimizer)
+        weight.grad = weight.grad.to_sparse()
+        with pytest.raises(TypeError, match="has no plain bits"):
+            ledger.step(0.5, optimizer=optimizer)
+    assert read(path).last == 1
+
+
+# --- steps on their way
+
+
+class Event:
+    """What says whether a device is done, told by the test."""
+
+    def __init__(self):
+        self.done, self.waited = False, 0
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.waited += not self.done
+        self.done = True
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Every step's hashes arrive when the test says so; the events in the order of steps."""
+    found, sent = [], recording.Ledger._sent
+
+    def late(ledger, *given):
+        arrival = sent(ledger, *given)
+        arrival.event = Event()
+        found.append(arrival.event)
+        return arrival
+
+    monkeypatch.setattr(recording.Ledger, "_sent", late)
+    return found
+
+
+def test_lines_are_written_in_order_as_they_arrive(path, events):
+    def at(step, model):
+        if step == 4:
+            assert read(path).last == 0
+            events[0].done = events[2].done = True
+        elif step == 5:
+            assert read(path).last == 1
+            events[1].done = True
+        elif step == 6:
+            assert read(path).last == 3 and not any(event.waited for event in events)
+
+    train(path, steps=6, before_step=at)
+    assert [event.waited for event in events] == [0, 0, 0, 1, 1, 1]
+    whole = path + ".whole"
+    train(whole, steps=6)
+    assert open(path).read() == open(whole).read()
+
+
+def test_a_killed_process_loses_no_more_than_the_steps_on_their_way(path, events):
+    seen = []
+    train(path, steps=20, before_step=lambda step, model: seen.append(step - 1 - read(path).last))
+    assert seen == [min(made, recording.LATE) for made in range(20)]
+    assert read(path).last == 20
+
+
+def test_nothing_is_written_behind_a_step_that_did_not_repeat(path, events):
+    train(path, steps=3)
+    kept = open(path).read()
+
+    events.clear()
+
+    def flip(step, model):
+        if step == 3:
+            model[2].weight.data.view(torch.int32)[1, 0] ^= 1 << 22
+        elif step == 6:  # steps 4 and 5 are new, and on their way
+            events[0].done = events[1].done = events[2].done = True
+
+    with pytest.raises(LedgerError, match="step 3 is not what"):
+        train(path, steps=7, before_step=flip)
+    assert len(events) == 6 and open(path).read() == kept
 
 
 # --- the file
