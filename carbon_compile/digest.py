@@ -48,39 +48,54 @@ def digests(tensors: list[Tensor]) -> Tensor:
 
     TypeError where one has no plain bits.
     """
-    batch = prepared(tensors)
-    if batch is None:
-        return later(tensors)()
     out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    batch.start(tensors, out)
+    prepared(tensors).start(tensors, out)
     return out
 
 
 def prepared(tensors: list[Tensor]):
-    """A digest_kernels.Batch for tensors like these; None where the twin computes: on a CPU, and without Triton."""
-    return _kernels().Batch(tensors) if tensors[0].is_cuda and _kernels() is not None else None
+    """A `Batch` for tensors like these: of digest_kernels on a GPU, of the twin on a CPU or without Triton."""
+    return _kernels().Batch(tensors) if tensors[0].is_cuda and _kernels() is not None else Batch(tensors)
 
 
-def later(tensors: list[Tensor]) -> Callable[[], Tensor]:
-    """The digests of tensors of one device as they are now, int64 [len(tensors)] there, when called for.
+class Batch:
+    """The digests of tensors of one device, again and again.
 
-    Large tensors are read at once; small ones are copied, and cost no more until then.
+    Made from a list of tensors, it takes other lists of the same dtypes, shapes, strides and views
+    (conjugate, negative), which isn't checked. TypeError where a tensor has no plain bits.
     """
-    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    small: dict[tuple, list[int]] = {}
-    for place, x in enumerate(tensors):
-        if x.layout is not torch.strided or x.is_quantized or x.numel() > _SMALL:
-            out[place] = _mixed_sum(words(x[None]))[0]
-        elif x.numel():
-            small.setdefault((x.dtype, x.shape), []).append(place)
-    copies = [(places, torch.stack([tensors[place].detach() for place in places])) for places in small.values()]
 
-    def finish():
-        for places, copy in copies:
-            out[torch.tensor(places, device=out.device)] = _mixed_sum(words(copy))
-        return out
+    def __init__(self, tensors: list[Tensor]):
+        self._large: list[int] = []
+        small: dict[tuple, list[int]] = {}
+        for place, x in enumerate(tensors):
+            if x.layout is not torch.strided or x.is_quantized or x.numel() > _SMALL:
+                self._large.append(place)
+            elif x.numel():
+                small.setdefault((x.dtype, x.shape), []).append(place)
+        self._small = [(places, torch.tensor(places, device=tensors[0].device)) for places in small.values()]
 
-    return finish
+    def start(self, tensors: list[Tensor], out: Tensor) -> None:
+        """Put the digest of tensor i into out[i], int64 zeros on the tensors' device."""
+        out[: len(tensors)] = self.later(tensors)()
+
+    @torch.no_grad()
+    def later(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
+        """The digests of the tensors as they are now, int64 [len(tensors)], when called for.
+
+        Large tensors are read at once; small ones are copied, and cost no more until then.
+        """
+        out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        for place in self._large:
+            out[place] = _mixed_sum(words(tensors[place][None]))[0]
+        copies = [torch.stack([tensors[place] for place in places]) for places, _ in self._small]
+
+        def finish():
+            for (_, places), copy in zip(self._small, copies, strict=True):
+                out[places] = _mixed_sum(words(copy))
+            return out
+
+        return finish
 
 
 @functools.cache

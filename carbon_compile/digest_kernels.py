@@ -110,11 +110,7 @@ def digest_kernel(
 
 
 class Batch:
-    """The digests of tensors of one device, again and again.
-
-    Made from a list of tensors, it takes other lists of the same dtypes, shapes, strides and views
-    (conjugate, negative), which isn't checked. TypeError where a tensor has no plain bits.
-    """
+    """digest.Batch on a GPU."""
 
     def __init__(self, tensors: list[Tensor]):
         self._prepare(tensors)
@@ -162,7 +158,8 @@ class _Launch:
 
     def locate(self, tensors, out):
         """Let the GPU know where the tensors are. False where they are no longer aligned as they were."""
-        pointers = [tensors[place].data_ptr() for place in self._places]
+        members = tensors if len(self._places) == len(tensors) else [tensors[place] for place in self._places]
+        pointers = [x.data_ptr() for x in members]
         # A table that another stream copied might not be there yet.
         stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
         if pointers == self._pointers and stream == self._stream:

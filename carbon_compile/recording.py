@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import environment, host
 from .bits import ENGINE_FLAGS
-from .digest import digests, later, prepared, signed
+from .digest import prepared, signed
 from .ledger_file import FORMAT, GROUPS, LedgerError, Writer, group_differences, tensor_differences
 
 _REASON = "a carbon ledger reads, and computes nothing that training sees"
@@ -136,6 +136,13 @@ class Ledger:
                 self._finish()
         self._writer.sync()
 
+    def catch_up(self) -> None:
+        """Write the steps whose hashes have arrived; wait only where more than LATE are on their way. A trainer calls it while
+        the host has nothing else to do; without it, the next step recorded does so."""
+        with _as_stock():
+            while self._pending and (len(self._pending) > LATE or self._pending[0].arrived()):
+                self._finish()
+
     # --- steps
 
     @torch.compiler.disable(reason=_REASON)
@@ -167,9 +174,8 @@ class Ledger:
         with _as_stock(), torch.no_grad():
             if self.due(step):
                 self._pending.append(self._started(losses, model, optimizer, step))
-            # The device has its work by now, and the host time to write what has arrived meanwhile.
-            while self._pending and (len(self._pending) > LATE or self._pending[0].arrived()):
-                self._finish()
+        # The device has its work by now, and the host time to write what has arrived meanwhile.
+        self.catch_up()
 
     def _started(self, losses, model, optimizer, step):
         """Hash on the devices and start the copies to the host."""
@@ -190,13 +196,11 @@ class Ledger:
     def _sent(self, tensors, batch, device, losses, places):
         """Digests of tensors, and losses by their places, of one device on their way."""
         if device.type != "cuda":
-            integers = later(tensors)
+            integers = batch.later(tensors)
             return _Arrival(lambda: integers().cpu(), len(tensors))
         out = torch.zeros(len(tensors) + len(places), dtype=torch.int64, device=device)
-        if batch is not None:
+        if tensors:
             batch.start(tensors, out)
-        elif tensors:
-            out[: len(tensors)] = digests(tensors)
         numbers = out.view(torch.float64)
         for i, place in enumerate(places, len(tensors)):
             numbers[i].copy_(losses[place].reshape(-1)[0])

@@ -180,6 +180,10 @@ class DeterministicTrainer:
             # Started before the backward pass, so that its work isn't waited for.
             finite = _Arriving(loss) if self.check_loss else None
             loss.backward()
+            if finite is not None:
+                # The device is now busy for longer than the host: time for the lines of earlier steps.
+                for one in open_ledgers():
+                    one.catch_up()
             if finite is not None and not math.isfinite(finite.value()):
                 raise StepFailed(f"step {self.steps + 1}: the loss is {finite.value()}; the step was taken back")
             losses.append(loss.detach())

@@ -365,6 +365,29 @@ def test_a_ledger_records_the_trainers_steps_once(tmp_path):
     assert (ledger.confirmed, ledger.recorded) == (1, 1)
 
 
+def test_lines_are_written_while_the_device_is_busy(tmp_path, monkeypatch):
+    """A step's line is there before the next step's optimizer, not only after it."""
+    from carbon_compile import recording
+
+    arrived = type("Event", (), {"query": lambda self: self.done, "synchronize": lambda self: None, "done": False})
+    sent = recording.Ledger._sent
+
+    def late(ledger, *given):
+        arrival = sent(ledger, *given)
+        arrival.event = arrived()
+        return arrival
+
+    monkeypatch.setattr(recording.Ledger, "_sent", late)
+    path, trainer, seen = tmp_path / "run.jsonl", made(), []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: seen.append(carbon_compile.ledger_file.read(path).last) or step()
+    with carbon_compile.ledger(path, observe=False):
+        trainer.step(BATCH), trainer.step(BATCH)
+        arrived.done = True
+        trainer.step(BATCH)
+    assert seen == [0, 0, 2]
+
+
 @pytest.mark.gpu
 def test_a_step_on_cuda_is_the_step_on_the_cpu(tmp_path):
     results = []
