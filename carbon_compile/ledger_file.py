@@ -183,6 +183,19 @@ def differences(a: Contents, b: Contents) -> Iterator[str]:
         yield "no step is in both"
 
 
+def agreement(a: Contents, b: Contents) -> str:
+    """What was compared of two ledgers that have no `differences`, in a line."""
+    common = sorted(a.steps.keys() & b.steps.keys())
+    tensors = sum(len(a.tensors(step, group) or b.tensors(step, group)) for step in common for group in GROUPS[1:])
+    hashes = f"hashes of {counted(tensors, 'tensor')}" if tensors else "hashes of groups only"
+    return f"equal: {counted(len(common), 'step')} ({common[0]} to {common[-1]}), {hashes}"
+
+
+def counted(n: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
 def first_difference(a: Contents, b: Contents) -> int | None:
     """The first step in both whose hashes differ."""
     common = sorted(a.steps.keys() & b.steps.keys())

@@ -636,9 +636,19 @@ def test_diff_names_the_first_step_and_tensor(tmp_path, capsys):
     lines = list(differences(read(one), read(other)))
     assert lines[0] == "first difference: step 3, loss" and lines[1] == "equal up to step 2"
     assert any(line.startswith("gradients: ") and "2.bias" in line for line in lines)
-    assert cli.main(["diff", one, one]) == 0 and capsys.readouterr().out == ""
+    assert cli.main(["diff", one, one]) == 0
+    tensors = sum(len(read(one).tensors(step, group)) for step in range(1, 6) for group in ledger_file.GROUPS)
+    assert capsys.readouterr().out == f"equal: 5 steps (1 to 5), hashes of {tensors} tensors\n"
     assert cli.main(["diff", one, other]) == 1 and capsys.readouterr().out.startswith("first difference: step 3, loss\n")
     assert cli.main(["diff", one, fewer]) == 1 and capsys.readouterr().out == "equal up to step 4, where one ends; the other has 5\n"
+
+
+def test_diff_tells_what_was_equal(tmp_path, capsys):
+    sampled, totals = str(tmp_path / "s"), str(tmp_path / "t")
+    train(sampled, steps=6, every=3), train(totals, steps=6, tensors=False)
+    for one, other, told in ((sampled, totals, "2 steps (3 to 6), hashes of "), (totals, totals, "6 steps (1 to 6), hashes of groups only")):
+        assert cli.main(["diff", one, other]) == 0
+        assert capsys.readouterr().out.startswith(f"equal: {told}")
 
 
 def test_diff_without_a_loss_names_the_tensor_nearest_the_cause(tmp_path):

@@ -9,7 +9,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import carbon_compile
-from carbon_compile import DeterministicLoader, DeterministicTrainer, assert_bitwise, runlog
+from carbon_compile import (
+    DeterministicLoader,
+    DeterministicTrainer,
+    assert_bitwise,
+    checkpoint,
+    cli,
+    runlog,
+)
 from carbon_compile.bits import frozen
 from carbon_compile.checkpoint import CheckpointError
 from carbon_compile.snapshot import RandomState
@@ -230,6 +237,17 @@ def test_narrow_weights_keep_wide_optimizer_state(tmp_path):
     other = narrow()
     other.load(tmp_path / "c.pt")
     assert_bitwise(other.optimizer, trainer.optimizer)
+
+
+def test_diff_of_checkpoints_names_what_else_differs(tmp_path, capsys):
+    trainer = made()
+    run(trainer, 1)
+    for name, extra in (("a", {}), ("b", {}), ("c", {"best": 3})):
+        trainer.save(tmp_path / name, extra=extra)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert cli.main(["diff", a, b]) == 0
+    assert capsys.readouterr().out == f"equal: after step 1, {checkpoint.tensor_count(checkpoint.load(a))} tensors\n"
+    assert cli.main(["diff", a, c]) == 1 and capsys.readouterr().out == "checkpoints: extra differs\n"
 
 
 # --- steps that fail
