@@ -166,20 +166,23 @@ class Ledger:
         known = self._writer.contents
         return step % self.every == 0 and (step > known.last or step in known.steps)
 
-    def record(self, losses, model, optimizer, step: int) -> None:
-        """Record step number `step`, or compare it with its line where the file has one."""
+    def record(self, losses, model, optimizer, step: int, facts: dict | None = None) -> None:
+        """Record step number `step`, or compare it with its line where the file has one.
+
+        facts: name -> plain value of what else decides the next step; recorded with the optimizer.
+        """
         if self._writer is None:
             raise LedgerError(f"{self.path} isn't open: use it as `with carbon_compile.ledger(...)`")
         self.count = step
         with _as_stock(), torch.no_grad():
             if self.due(step):
-                self._pending.append(self._started(losses, model, optimizer, step))
+                self._pending.append(self._started(losses, model, optimizer, step, facts or {}))
         # The device has its work by now, and the host time to write what has arrived meanwhile.
         self.catch_up()
 
-    def _started(self, losses, model, optimizer, step):
+    def _started(self, losses, model, optimizer, step, facts):
         """Hash on the devices and start the copies to the host."""
-        layout, values = self._found(model, optimizer)
+        layout, values = self._found(model, optimizer, facts)
         on_devices = {device: [] for device in layout.devices}
         bits = [None] * len(losses)
         for place, loss in enumerate(losses):
@@ -267,14 +270,14 @@ class Ledger:
             "Either the run didn't repeat, or the file is another run's: give this one its own"
         )
 
-    def _found(self, model, optimizer):
+    def _found(self, model, optimizer, facts):
         """(layout, values) of a step."""
         key = (id(model), id(optimizer))
         layout = self._layouts.get(key)
-        values = layout.values() if layout is not None else None
+        values = layout.values(facts) if layout is not None else None
         if values is None:
-            layout = self._layouts[key] = _Layout(model, optimizer)
-            values = layout.fetched()
+            layout = self._layouts[key] = _Layout(model, optimizer, facts)
+            values = layout.fetched(facts)
         return layout, values
 
 
@@ -286,7 +289,7 @@ class _Layout:
     where the host launches kernels no faster than the device runs them.
     """
 
-    def __init__(self, model, optimizer):
+    def __init__(self, model, optimizer, facts):
         self._model, self._optimizer = model, optimizer
         self._parameters = _parameters(model, optimizer)
         names = parameter_names(model, optimizer)
@@ -296,16 +299,18 @@ class _Layout:
         self._stateful = list(optimizer.state) if optimizer is not None else []
         place = {id(p): i for i, p in enumerate(self._stateful)}
         self._entries = [(name, place[id(p)]) for name, p in zip(self._parameter_names, self._parameters, strict=True) if id(p) in place]
-        self._keys = self._present_keys()
-        self._prepare(self.fetched())
+        self._keys, self._facts = self._present_keys(), list(facts)
+        self._prepare(self.fetched(facts))
 
-    def values(self) -> list | None:
+    def values(self, facts: dict) -> list | None:
         """The values of the step just made, in this layout's order; None where it no longer holds."""
         if not _same(_parameters(self._model, self._optimizer), self._parameters) or _modules(self._model) != self._modules:
             return None
         if self._optimizer is not None and not (_same(self._optimizer.state, self._stateful) and self._present_keys() == self._keys):
             return None
-        values = self.fetched()
+        if list(facts) != self._facts:
+            return None
+        values = self.fetched(facts)
         return values if self._holds(values) else None
 
     def _present_keys(self):
@@ -314,8 +319,8 @@ class _Layout:
             return []
         return [tuple(entry) for entry in self._optimizer.state.values()] + [tuple(group) for group in self._optimizer.param_groups]
 
-    def fetched(self) -> list:
-        """Gradients, optimizer state, optimizer settings, parameters, buffers; None where there is none."""
+    def fetched(self, facts: dict) -> list:
+        """Gradients, optimizer state, optimizer settings, facts, parameters, buffers; None where there is none."""
         values = [p.grad for p in self._parameters]
         if self._optimizer is not None:
             entries = list(self._optimizer.state.values())
@@ -323,6 +328,7 @@ class _Layout:
                 values += entries[place].values()
             for group in self._optimizer.param_groups:
                 values += [value for key, value in group.items() if _counts(key)]
+        values += facts.values()
         return values + self._parameters + [buffers.get(key) for _, buffers, key in self._buffers]
 
     def _labels(self):
@@ -332,6 +338,7 @@ class _Layout:
             yield from (("optimizer", f"{name}.{key}", False) for key in self._keys[place])
         for number, keys in enumerate(self._keys[len(self._stateful) :]):
             yield from (("optimizer", f"groups.{number}.{key}", True) for key in keys if _counts(key))
+        yield from (("optimizer", name, True) for name in self._facts)
         yield from (("weights", name, False) for name in self._parameter_names)
         yield from (("weights", name, False) for name, _, _ in self._buffers)
 
