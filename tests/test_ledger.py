@@ -515,6 +515,28 @@ def test_a_killed_process_loses_no_more_than_the_steps_on_their_way(path, events
     assert read(path).last == 20
 
 
+class Card(str):
+    """A CPU that the recorder takes for a GPU."""
+
+    type = "cuda"
+
+
+def test_what_a_gpu_sends_is_digests_then_losses_in_memory_used_again(path, monkeypatch):
+    rooms = []
+    monkeypatch.setattr(recording, "_room", lambda out: rooms.append((torch.empty_like(out), type("Done", (Event,), {"record": lambda self, stream: None})())) or rooms[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    tensors = [torch.randn(3), torch.randn(5000)]
+    losses = [0.5, torch.tensor(0.1), torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(float("nan"), dtype=torch.float64)]
+    with carbon_compile.ledger(path, observe=False) as ledger:
+        first, second = (ledger._sent(tensors, Batch(tensors), Card("cpu"), losses, [1, 2, 3]) for _ in range(2))
+        assert first.integers()[:2].tolist() == digests(tensors).tolist() and (first.tensors, first.losses) == (2, [1, 2, 3])
+        assert [recording._told(bits & MASK) for bits in first.integers()[2:].tolist()] == [torch.tensor(0.1).item(), 1.5, "nan"]
+        second.release()
+        third = ledger._sent([x + 1 for x in tensors], Batch(tensors), Card("cpu"), losses, [1, 2, 3])
+        assert third.integers() is second.integers() is not first.integers() and len(rooms) == 2
+        assert third.integers()[:2].tolist() == digests([x + 1 for x in tensors]).tolist()
+
+
 def test_nothing_is_written_behind_a_step_that_did_not_repeat(path, events):
     train(path, steps=3)
     kept = open(path).read()
