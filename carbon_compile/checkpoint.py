@@ -145,6 +145,22 @@ def _require_plain(value, path):
         raise TypeError(f"a checkpoint can't hold {path}: a {type(value).__name__} is neither a tensor nor a plain value")
 
 
+# --- two of them
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    """The entries of two checkpoints that don't hold the same bits; releases of torch and carbon aside."""
+    keys = sorted((a.keys() | b.keys()) - set(_MARKS))
+    return [key for key in keys if fingerprint(_hashable([a.get(key)])) != fingerprint(_hashable([b.get(key)]))]
+
+
+def tensor_count(value) -> int:
+    """How many tensors a checkpoint, or a part of it, holds."""
+    if isinstance(value, (dict, list, tuple)):
+        return sum(map(tensor_count, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
+
+
 # --- does it fit?
 
 

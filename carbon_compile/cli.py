@@ -226,7 +226,8 @@ def run_diff(arguments) -> int:
             raise Failure(f"{given} goes with --replay")
     kind, a, b = _read_both(arguments.a, arguments.b)
     lines = list(_differences(kind, a, b))
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    told = lines or ([] if arguments.replay else [_equal(kind, a, b)])
+    sys.stdout.write("".join(line + "\n" for line in told))
     if arguments.replay:
         step = arguments.step or _first_step(kind, a, b)
         contents = (a, b) if kind == "checkpoint" and not arguments.checkpoint else _contents(arguments.checkpoint)
@@ -276,10 +277,26 @@ def _differences(kind, a, b):
     if kind == "ledger":
         from carbon_compile.ledger_file import differences as differ
     elif kind == "checkpoint":
-        from carbon_compile.replay import state_differences as differ
+        from carbon_compile.checkpoint import differing
+        from carbon_compile.replay import state_differences
+
+        return list(state_differences(a, b)) or [f"checkpoints: {key} differs" for key in differing(a, b)]
     else:
         from carbon_compile.certificate_diff import diff as differ
     return differ(a, b)
+
+
+def _equal(kind, a, b):
+    """What was found equal: silence could also mean that nothing was compared."""
+    from carbon_compile.ledger_file import agreement, counted
+
+    if kind == "ledger":
+        return agreement(a, b)
+    if kind == "checkpoint":
+        from carbon_compile.checkpoint import tensor_count
+
+        return f"equal: after step {a['step']}, {counted(tensor_count(a), 'tensor')}"
+    return f"equal: {counted(len(a.data['graphs']), 'graph')}"
 
 
 def _first_step(kind, a, b):

@@ -1,14 +1,16 @@
 """A 64-bit digest of a tensor's bits by integer sums, so that every engine may add in its own order.
 
-    digest(x) = sum over elements i of mix(b_i + i G)  mod 2^64
+    digest(x) = sum over words i of mix(w_i + i G)  mod 2^64
     mix(v)    = fold(fold(v C1) C2),  fold(w) = w ^ (w >> 32)   mod 2^64, logical shift
 
-b_i is element i's canonical bits as the integer that bits.canonical_bits makes of them (a float32 is
-an int32, with one NaN), i its row-major logical index; a complex number is two elements. G, C1, C2 are the constants of SplitMix64
-(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+w_i are 64 bits of x's elements in row-major order, the first in the lowest bits: one float64, two
+float32, four bfloat16, eight bytes. The last word is filled up with zeros. An element counts by the
+canonical bits that bits.canonical_bits gives (one NaN); a complex number is two elements. G, C1, C2
+are the constants of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014).
 
-What it is worth: `mix` is a bijection, so a change of one element always changes the digest. Changes
-of several elements cancel with a chance of about 2^-64 unless somebody searches for them: it detects
+What it is worth: `mix` is a bijection, so a change within one word always changes the digest. Changes
+of several words cancel with a chance of about 2^-64 unless somebody searches for them: it detects
 change, and it is not cryptographic. Dtype, shape and name are not in it; whoever keeps a digest
 keeps those beside it.
 
@@ -17,6 +19,7 @@ launch for all tensors of a kind.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,9 +27,9 @@ from torch import Tensor
 from carbon_compile.bits import canonical_bits
 
 G, C1, C2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Elements mixed at a time: their int64 buffers stay in a core's cache.
+# Words mixed at a time: their buffers stay in a core's cache.
 _CHUNK = 1 << 15
-# Tensors up to this size are mixed together: a step count has one element, and there are hundreds.
+# Tensors up to this size are copied and mixed together: a step count has one element, and there are hundreds.
 _SMALL = 1 << 12
 
 
@@ -41,21 +44,58 @@ def digest(x: Tensor) -> int:
 
 
 def digests(tensors: list[Tensor]) -> Tensor:
-    """The digests of tensors of one device as int64 [len(tensors)] there; the host waits for nothing."""
-    device = tensors[0].device
-    out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    if device.type == "cuda" and _kernels() is not None:
-        _kernels().digests(tensors, out)
-        return out
-    small: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(tensors):
-        if x.numel() > _SMALL or x.is_complex() or x.layout is not torch.strided:
-            out[i] = _large(x)
-        else:
-            small.setdefault(x.dtype, []).append(i)
-    for places in small.values():
-        _small([tensors[i] for i in places], places, out)
+    """The digests of tensors of one device as int64 [len(tensors)] there; the host waits for nothing.
+
+    TypeError where one has no plain bits.
+    """
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    prepared(tensors).start(tensors, out)
     return out
+
+
+def prepared(tensors: list[Tensor]):
+    """A `Batch` for tensors like these: of digest_kernels on a GPU, of the twin on a CPU or without Triton."""
+    return _kernels().Batch(tensors) if tensors[0].is_cuda and _kernels() is not None else Batch(tensors)
+
+
+class Batch:
+    """The digests of tensors of one device, again and again.
+
+    Made from a list of tensors, it takes other lists of the same dtypes, shapes, strides and views
+    (conjugate, negative), which isn't checked. TypeError where a tensor has no plain bits.
+    """
+
+    def __init__(self, tensors: list[Tensor]):
+        self._large: list[int] = []
+        small: dict[tuple, list[int]] = {}
+        for place, x in enumerate(tensors):
+            if x.layout is not torch.strided or x.is_quantized or x.numel() > _SMALL:
+                self._large.append(place)
+            elif x.numel():
+                small.setdefault((x.dtype, x.shape), []).append(place)
+        self._small = [(places, torch.tensor(places, device=tensors[0].device)) for places in small.values()]
+
+    def start(self, tensors: list[Tensor], out: Tensor) -> None:
+        """Put the digest of tensor i into out[i], int64 zeros on the tensors' device."""
+        out[: len(tensors)] = self.later(tensors)()
+
+    @torch.no_grad()
+    def later(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
+        """The digests of the tensors as they are now, int64 [len(tensors)], when called for.
+
+        Large tensors are read at once; small ones are copied, and cost no more until then.
+        """
+        out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        for place in self._large:
+            out[place] = _mixed_sum(words(tensors[place][None]))[0]
+        copies = [torch.stack([tensors[place] for place in places]) for places, _ in self._small]
+
+        def finish():
+            for (_, places), copy in zip(self._small, copies, strict=True):
+                out[places] = _mixed_sum(words(copy))
+            return out
+
+        return finish
 
 
 @functools.cache
@@ -67,55 +107,41 @@ def _kernels():
     return digest_kernels
 
 
-def integers(x: Tensor) -> Tensor:
-    """The canonical bits of each element in row-major order, as a flat tensor of some integer type."""
+def words(x: Tensor) -> Tensor:
+    """The words of each of x[0], x[1], ... as int64 [len(x), words]."""
+    bits = _integers(x).reshape(x.shape[0], -1)
+    each = 8 // bits.element_size()
+    if bits.shape[1] % each or bits.storage_offset() % each:
+        filled = torch.zeros(bits.shape[0], -(-bits.shape[1] // each) * each, dtype=bits.dtype, device=bits.device)
+        filled[:, : bits.shape[1]] = bits
+        bits = filled
+    return bits.view(torch.int64)
+
+
+def _integers(x):
+    """The canonical bits of each element as some integer type; pairs of them for complex numbers."""
     x = x.detach()
     # A sum says cheaply that no element is NaN; where it can't, the slower way is right too.
     if x.is_floating_point() and x.element_size() > 1 and x.layout is torch.strided and not x.sum().isnan():
-        bits = x.resolve_neg().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    else:
-        bits = canonical_bits(x)
-    return (bits.view(torch.int64) if bits.dtype is torch.uint64 else bits).reshape(-1)
+        return x.resolve_neg().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return canonical_bits(x).contiguous()
 
 
-def _mixed(v: Tensor, spare: Tensor | None = None) -> Tensor:
-    """`mix` of every element, in place; `spare` holds what is shifted."""
-    for constant in (C1, C2):
-        v.mul_(signed(constant))
-        v.bitwise_xor_(torch.bitwise_right_shift(v, 32, out=spare).bitwise_and_(0xFFFFFFFF))
-    return v
+def _mixed_sum(rows):
+    """The sum of mix(w_i + i G) over each row of words, int64 [len(rows)]."""
+    total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    steps = _steps(_CHUNK, rows.device)
+    for start in range(0, rows.shape[1], _CHUNK):
+        chunk = rows[:, start : start + _CHUNK]
+        v = (chunk + steps[: chunk.shape[1]]).add_(signed(start * G))
+        for constant in (C1, C2):
+            v.mul_(signed(constant))
+            v.bitwise_xor_((v >> 32).bitwise_and_(0xFFFFFFFF))
+        total += v.sum(1)
+    return total
 
 
 @functools.lru_cache(maxsize=4)
 def _steps(n, device):
     """i G for i in 0..n-1."""
     return torch.arange(n, dtype=torch.int64, device=device) * signed(G)
-
-
-def _large(x):
-    bits = integers(x)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    steps, v, spare = _steps(_CHUNK, x.device), *torch.empty(2, _CHUNK, dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[start : start + _CHUNK]
-        n = chunk.numel()
-        torch.add(chunk, steps[:n], out=v[:n]).add_(signed(start * G))
-        total += _mixed(v[:n], spare[:n]).sum()
-    return total
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(sizes, device):
-    """(i G of every element, which tensor it belongs to) for small tensors laid end to end."""
-    steps = torch.cat([_steps(max(sizes, default=1), device)[:n] for n in sizes])
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)).to(device)
-    return steps, owner
-
-
-def _small(tensors, places, out):
-    """Digests of small tensors of one dtype, laid end to end: step counts come in hundreds."""
-    steps, owner = _layout(tuple(x.numel() for x in tensors), out.device)
-    bits = integers(torch.cat([x.detach().reshape(-1) for x in tensors])).to(torch.int64)
-    totals = torch.zeros(len(tensors), dtype=torch.int64, device=out.device)
-    totals.index_add_(0, owner, _mixed(bits + steps))
-    out[torch.tensor(places, device=out.device)] = totals

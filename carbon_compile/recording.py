@@ -4,20 +4,23 @@
         train()
 
 A step is a step of an optimizer; its loss is what `backward()` was called on since the last one.
-Hashes are computed on the device (see digest.py) and reach the host in one small copy; on CUDA the
-host doesn't wait for it, so a line is written when the next step is recorded, or the ledger closed.
+Hashes are computed on the device (see digest.py) and reach the host in one small copy. On CUDA the
+host doesn't wait for it: a line is written at the first later step that finds its hashes arrived, or
+when the ledger is flushed or closed. A killed process loses the lines on their way, at most LATE.
 
 The module isn't called `ledger`, because importing it would hide the function `carbon_compile.ledger`.
 """
 
 import contextlib
 import contextvars
-import functools
 import hashlib
 import math
+import operator
 import os
 import struct
 import sys
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,10 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import environment, host
 from .bits import ENGINE_FLAGS
-from .digest import digests
+from .digest import prepared, signed
 from .ledger_file import FORMAT, GROUPS, LedgerError, Writer, group_differences, tensor_differences
 
 _REASON = "a carbon ledger reads, and computes nothing that training sees"
+
+# Steps whose hashes may be on their way at once; a host further ahead waits for the first of them.
+LATE = 8
 
 _unobserved = contextvars.ContextVar("carbon_unobserved", default=False)
 _open: list["Ledger"] = []
@@ -56,16 +62,28 @@ def ledger(path: str | os.PathLike, model: torch.nn.Module | None = None, *, eve
 
 
 @dataclass
+class _Arrival:
+    """Integers of one device on their way to the host: `tensors` digests, then the bits of losses."""
+
+    integers: Callable[[], torch.Tensor]
+    tensors: int
+    losses: list[int] = field(default_factory=list)  # which of the step's
+    event: torch.cuda.Event | None = None
+    release: Callable[[], None] = lambda: None  # let a later step have the memory
+
+
+@dataclass
 class _Pending:
-    """A step on its way to the host: what its integers will be of, by group."""
+    """A step on its way to the host."""
 
     step: int
-    losses: int
-    names: dict[str, list[str]]
-    kinds: dict[str, list[str]]
-    known: dict[str, dict[int, int]]  # group -> position -> digest of a value that the host has
-    order: list[tuple]  # one list of (group, position) a device, as its integers come
-    arriving: list[tuple] = field(default_factory=list)  # (int64 tensor on the host, event or None)
+    layout: "_Layout"
+    losses: list[int | None]  # bits of float64; None on its way
+    known: list[int]  # digests of values that the host has
+    arriving: list[_Arrival]
+
+    def arrived(self):
+        return all(arrival.event is None or arrival.event.query() for arrival in self.arriving)
 
 
 class Ledger:
@@ -77,7 +95,8 @@ class Ledger:
         self.path, self.model = os.fspath(path), model
         self.every, self.tensors, self.observe = every, tensors, observe
         self.count, self.recorded, self.confirmed = start, 0, 0
-        self._losses, self._names, self._pending, self._told_names = [], {}, None, {}
+        self._losses, self._pending, self._told_names = [], deque(), {}
+        self._layouts, self._spare = {}, {}
         self._writer = self._hook = None
 
     # --- its life
@@ -111,10 +130,18 @@ class Ledger:
             self._writer = None
 
     def flush(self) -> None:
-        """Write the step that is still on its way from the device, and let the disk have it all."""
+        """Write the steps that are still on their way from the device, and let the disk have it all."""
         with _as_stock():
-            self._finish()
+            while self._pending:
+                self._finish()
         self._writer.sync()
+
+    def catch_up(self) -> None:
+        """Write the steps whose hashes have arrived; wait only where more than LATE are on their way. A trainer calls it while
+        the host has nothing else to do; without it, the next step recorded does so."""
+        with _as_stock():
+            while self._pending and (len(self._pending) > LATE or self._pending[0].arrived()):
+                self._finish()
 
     # --- steps
 
@@ -139,65 +166,78 @@ class Ledger:
         known = self._writer.contents
         return step % self.every == 0 and (step > known.last or step in known.steps)
 
-    def record(self, losses, model, optimizer, step: int) -> None:
-        """Record step number `step`, or compare it with its line where the file has one."""
+    def record(self, losses, model, optimizer, step: int, facts: dict | None = None) -> None:
+        """Record step number `step`, or compare it with its line where the file has one.
+
+        facts: name -> plain value of what else decides the next step; recorded with the optimizer.
+        """
         if self._writer is None:
             raise LedgerError(f"{self.path} isn't open: use it as `with carbon_compile.ledger(...)`")
-        with _as_stock():
-            self._finish()
-            self.count = step
+        self.count = step
+        with _as_stock(), torch.no_grad():
             if self.due(step):
-                self._pending = self._started(losses, model, optimizer, step)
-                if not any(event for _, event in self._pending.arriving):
-                    self._finish()
+                self._pending.append(self._started(losses, model, optimizer, step, facts or {}))
+        # The device has its work by now, and the host time to write what has arrived meanwhile.
+        self.catch_up()
 
-    def _started(self, losses, model, optimizer, step):
+    def _started(self, losses, model, optimizer, step, facts):
         """Hash on the devices and start the copies to the host."""
-        found = {"loss": [], **self._facts(model, optimizer)}
-        names = {group: [name for name, _ in found[group]] for group in GROUPS[1:]}
-        kinds = {group: [f"{name} {_kind(value)}" for name, value in found[group]] for group in GROUPS[1:]}
-        pending = _Pending(step, len(losses), names, kinds, {group: {} for group in GROUPS}, [])
-        places = {}
-        for group in GROUPS[1:]:
-            for position, (_, value) in enumerate(found[group]):
-                if isinstance(value, torch.Tensor):
-                    places.setdefault(value.device, []).append((group, position, value))
-                else:
-                    pending.known[group][position] = value
-        on_devices = {}
-        for position, loss in enumerate(losses):
-            if isinstance(loss, torch.Tensor):
-                on_devices.setdefault(loss.device, []).append((position, loss))
+        layout, values = self._found(model, optimizer, facts)
+        on_devices = {device: [] for device in layout.devices}
+        bits = [None] * len(losses)
+        for place, loss in enumerate(losses):
+            if isinstance(loss, torch.Tensor) and loss.is_cuda:
+                on_devices.setdefault(loss.device, []).append(place)
             else:
-                pending.known["loss"][position] = _float_bits(loss)
-        for device in dict.fromkeys([*places, *on_devices]):
-            hashed, values = places.get(device, []), on_devices.get(device, [])
-            pending.order.append([(g, p) for g, p, _ in hashed] + [("loss", p) for p, _ in values])
-            parts = [digests([t for _, _, t in hashed])] if hashed else []
-            parts += [_loss_bits(value) for _, value in values]
-            pending.arriving.append(_to_host(torch.cat(parts)))
-        return pending
+                bits[place] = _float_bits(loss.reshape(-1)[0].item() if isinstance(loss, torch.Tensor) else loss)
+        arriving = []
+        for device, places in on_devices.items():
+            positions, batch = layout.devices.get(device, ((), None))
+            arriving.append(self._sent([values[i] for i in positions], batch, device, losses, places))
+        return _Pending(step, layout, bits, layout.host_digests(values), arriving)
+
+    def _sent(self, tensors, batch, device, losses, places):
+        """Digests of tensors, and losses by their places, of one device on their way."""
+        if device.type != "cuda":
+            integers = batch.later(tensors)
+            return _Arrival(lambda: integers().cpu(), len(tensors))
+        out = torch.zeros(len(tensors) + len(places), dtype=torch.int64, device=device)
+        if tensors:
+            batch.start(tensors, out)
+        numbers = out.view(torch.float64)
+        for i, place in enumerate(places, len(tensors)):
+            numbers[i].copy_(losses[place].reshape(-1)[0])
+        spare = self._spare.setdefault((device, out.numel()), [])
+        buffer, event = spare.pop() if spare else _room(out)
+        buffer.copy_(out, non_blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        return _Arrival(lambda: buffer, len(tensors), places, event, lambda: spare.append((buffer, event)))
 
     def _finish(self):
-        """Wait for the pending step's integers, and write or compare its line."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        values = pending.known
-        for order, (integers, event) in zip(pending.order, pending.arriving, strict=True):
-            if event is not None:
-                event.synchronize()
-            for (group, position), value in zip(order, integers.tolist(), strict=True):
-                values[group][position] = value & (2**64 - 1)
-        self._put(self._line(pending, values), pending.names)
+        """Wait for the integers of the first pending step, and write or compare its line."""
+        pending = self._pending.popleft()
+        try:
+            digests_found = []
+            for arrival in pending.arriving:
+                if arrival.event is not None:
+                    arrival.event.synchronize()
+                integers = arrival.integers().tolist()
+                digests_found += integers[: arrival.tensors]
+                for place, bits in zip(arrival.losses, integers[arrival.tensors :], strict=True):
+                    pending.losses[place] = bits
+                arrival.release()
+            self._put(self._line(pending, digests_found + pending.known), pending.layout.names)
+        except BaseException:
+            # Steps behind one that couldn't be written, or isn't what was recorded, have no place in the file.
+            self._pending.clear()
+            raise
 
-    def _line(self, pending, values):
-        losses = [_told(values["loss"][i]) for i in range(pending.losses)]
+    def _line(self, pending, integers):
+        losses = [_told(bits) for bits in pending.losses]
         line = {"step": pending.step, "loss": None if not losses else losses[0] if len(losses) == 1 else losses}
-        texts = {}
-        for group in GROUPS[1:]:
-            texts[group] = "".join(f"{values[group][i]:016x}" for i in range(len(pending.names[group])))
-            line[group] = hashlib.sha256("\n".join([*pending.kinds[group], texts[group]]).encode()).hexdigest()[:16]
+        texts = pending.layout.texts(integers)
+        for group, text in texts.items():
+            line[group] = pending.layout.group_hash(group, text)
         if self.tensors:
             line["tensors"] = texts
         return line
@@ -230,29 +270,143 @@ class Ledger:
             "Either the run didn't repeat, or the file is another run's: give this one its own"
         )
 
-    # --- what a step left behind
-
-    def _facts(self, model, optimizer):
-        """group -> (name, tensor or integer digest) of gradients, optimizer state and weights."""
-        named = self._named_parameters(model, optimizer)
-        weights = list(named)
-        if model is not None:
-            weights += [(name, b) for name, b in _named_buffers(model) if name in self._names["buffers"]]
-        return {
-            "gradients": [(name, p.grad) for name, p in named if p.grad is not None],
-            "optimizer": [] if optimizer is None else list(_optimizer_facts(optimizer, named)),
-            "weights": weights,
-        }
-
-    def _named_parameters(self, model, optimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else list(model.parameters())
+    def _found(self, model, optimizer, facts):
+        """(layout, values) of a step."""
         key = (id(model), id(optimizer))
-        known = self._names.get(key)
-        if known is None or len(known) != len(parameters) or any(p is not q for (_, p), q in zip(known, parameters, strict=True)):
-            names = parameter_names(model, optimizer)
-            known = self._names[key] = [(names[id(p)], p) for p in parameters]
-            self._names["buffers"] = _persistent(model)
-        return known
+        layout = self._layouts.get(key)
+        values = layout.values(facts) if layout is not None else None
+        if values is None:
+            layout = self._layouts[key] = _Layout(model, optimizer, facts)
+            values = layout.fetched(facts)
+        return layout, values
+
+
+class _Layout:
+    """Where a step's values are, what they are called, and how they become a line.
+
+    All of it stays the same while model and optimizer keep their parameters, buffers and state, and
+    these their types: then a step only fetches values. There are hundreds, and host time isn't hidden
+    where the host launches kernels no faster than the device runs them.
+    """
+
+    def __init__(self, model, optimizer, facts):
+        self._model, self._optimizer = model, optimizer
+        self._parameters = _parameters(model, optimizer)
+        names = parameter_names(model, optimizer)
+        self._parameter_names = [names[id(p)] for p in self._parameters]
+        self._modules = _modules(model)
+        self._buffers = _persistent_buffers(model)
+        self._stateful = list(optimizer.state) if optimizer is not None else []
+        place = {id(p): i for i, p in enumerate(self._stateful)}
+        self._entries = [(name, place[id(p)]) for name, p in zip(self._parameter_names, self._parameters, strict=True) if id(p) in place]
+        self._keys, self._facts = self._present_keys(), list(facts)
+        self._prepare(self.fetched(facts))
+
+    def values(self, facts: dict) -> list | None:
+        """The values of the step just made, in this layout's order; None where it no longer holds."""
+        if not _same(_parameters(self._model, self._optimizer), self._parameters) or _modules(self._model) != self._modules:
+            return None
+        if self._optimizer is not None and not (_same(self._optimizer.state, self._stateful) and self._present_keys() == self._keys):
+            return None
+        if list(facts) != self._facts:
+            return None
+        values = self.fetched(facts)
+        return values if self._holds(values) else None
+
+    def _present_keys(self):
+        """The names of what the optimizer keeps, of each parameter and of each group."""
+        if self._optimizer is None:
+            return []
+        return [tuple(entry) for entry in self._optimizer.state.values()] + [tuple(group) for group in self._optimizer.param_groups]
+
+    def fetched(self, facts: dict) -> list:
+        """Gradients, optimizer state, optimizer settings, facts, parameters, buffers; None where there is none."""
+        values = [p.grad for p in self._parameters]
+        if self._optimizer is not None:
+            entries = list(self._optimizer.state.values())
+            for _, place in self._entries:
+                values += entries[place].values()
+            for group in self._optimizer.param_groups:
+                values += [value for key, value in group.items() if _counts(key)]
+        values += facts.values()
+        return values + self._parameters + [buffers.get(key) for _, buffers, key in self._buffers]
+
+    def _labels(self):
+        """(group, name, whether it is a setting) of each value that is fetched."""
+        yield from (("gradients", name, False) for name in self._parameter_names)
+        for name, place in self._entries:
+            yield from (("optimizer", f"{name}.{key}", False) for key in self._keys[place])
+        for number, keys in enumerate(self._keys[len(self._stateful) :]):
+            yield from (("optimizer", f"groups.{number}.{key}", True) for key in keys if _counts(key))
+        yield from (("optimizer", name, True) for name in self._facts)
+        yield from (("weights", name, False) for name in self._parameter_names)
+        yield from (("weights", name, False) for name, _, _ in self._buffers)
+
+    def _prepare(self, values):
+        """Sort values by who hashes them: a device, or the host."""
+        self.names = {group: [] for group in GROUPS[1:]}
+        kinds = {group: [] for group in GROUPS[1:]}
+        self._absent, self._host, places, order = [], [], {}, []
+        for position, ((group, name, setting), value) in enumerate(zip(self._labels(), values, strict=True)):
+            if value is None and not setting:
+                self._absent.append(position)
+                continue
+            on_host = _on_host(value, setting)
+            if on_host:
+                self._host.append((position, setting))
+            else:
+                places.setdefault(value.device, []).append(position)
+            self.names[group].append(name)
+            kinds[group].append(f"{name} value" if on_host else f"{name} {value.dtype} {tuple(value.shape)}")
+            order.append(position)
+        hashed = [position for positions in places.values() for position in positions]
+        self._tensors = hashed
+        self._same_types = host.same_types([values[i] for i in hashed]) if hashed else lambda: True
+        self.devices = {device: (positions, prepared([values[i] for i in positions])) for device, positions in places.items()}
+        arrival = {position: i for i, position in enumerate([*hashed, *(position for position, _ in self._host)])}
+        self._order = [arrival[position] for position in order]
+        self._hashes = {group: hashlib.sha256("".join(kind + "\n" for kind in kinds[group]).encode()) for group in kinds}
+        self._host_values, self._host_digests = [], []
+
+    def _holds(self, values):
+        """Whether every value is of the type that was prepared for."""
+        return (
+            self._same_types(*[values[i] for i in self._tensors])
+            and all(values[i] is None for i in self._absent)
+            and all(_on_host(values[i], setting) for i, setting in self._host)
+        )
+
+    def host_digests(self, values) -> list[int]:
+        """Digests of the values that the host has, as int64."""
+        found = [values[i] for i, _ in self._host]
+        # Most are settings: the very objects of the step before.
+        if not (_same(found, self._host_values) and all(map(_is_fixed, found))):
+            self._host_values, self._host_digests = found, [signed(_host_digest(value)) for value in found]
+        return self._host_digests
+
+    def texts(self, integers) -> dict[str, str]:
+        """group -> 16 hex digits a tensor, from the digests in the order of devices, then of the host."""
+        digits = struct.pack(f">{len(self._order)}q", *[integers[i] for i in self._order]).hex()
+        texts, end = {}, 0
+        for group, names in self.names.items():
+            start, end = end, end + 16 * len(names)
+            texts[group] = digits[start:end]
+        return texts
+
+    def group_hash(self, group, text) -> str:
+        """16 hex digits for a group: names and types, then the digests."""
+        total = self._hashes[group].copy()
+        total.update(text.encode())
+        return total.hexdigest()[:16]
+
+
+def _parameters(model, optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else list(model.parameters())
+
+
+def _same(one, other):
+    """Whether two collections hold the same objects in the same order."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def parameter_names(model, optimizer) -> dict[int, str]:
@@ -266,27 +420,42 @@ def parameter_names(model, optimizer) -> dict[int, str]:
     return names
 
 
-def _persistent(model):
+def _modules(model):
+    """module -> how many buffers it has, for model and all in it; quicker than `model.modules()`."""
+    found, waiting = {}, [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in found:
+            found[module] = len(module._buffers)
+            waiting.extend(module._modules.values())
+    return found
+
+
+def _persistent_buffers(model):
+    """(name, dict, key) of every buffer of the model's state_dict, so that a new tensor in its place is found."""
     if model is None:
-        return frozenset()
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return frozenset(name.replace("_orig_mod.", "") for name in model.state_dict() if name not in parameters)
+        return []
+    kept, found = set(model.state_dict()), []
+    for name, _ in model.named_buffers():
+        if name in kept:
+            path, _, key = name.rpartition(".")
+            found.append((name.replace("_orig_mod.", ""), model.get_submodule(path)._buffers, key))
+    return found
 
 
-def _named_buffers(model):
-    return ((name.replace("_orig_mod.", ""), buffer) for name, buffer in model.named_buffers())
+def _counts(key):
+    """Whether a setting of a group of parameters decides bits."""
+    return key != "params" and key not in ENGINE_FLAGS
 
 
-def _optimizer_facts(optimizer, named):
-    for name, parameter in named:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                yield f"{name}.{key}", value if isinstance(value, torch.Tensor) else _host_digest(value)
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params" and key not in ENGINE_FLAGS:
-                on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
-                yield f"groups.{number}.{key}", value if on_device else _host_digest(value)
+def _on_host(value, setting):
+    """Whether the host hashes a value: plain ones, and settings that are tensors on the CPU."""
+    return value.device.type == "cpu" and setting if isinstance(value, torch.Tensor) else value is not None or setting
+
+
+def _is_fixed(value):
+    """Whether the same object is always the same value."""
+    return isinstance(value, (int, float, bool, str, type(None))) or (type(value) is tuple and all(map(_is_fixed, value)))
 
 
 def _host_digest(value):
@@ -295,19 +464,6 @@ def _host_digest(value):
         value = value.tolist()
     text = value.hex() if isinstance(value, float) else repr(value)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-def _kind(value):
-    return _told_type(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "value"
-
-
-@functools.lru_cache(maxsize=1024)
-def _told_type(dtype, shape):
-    return f"{dtype} {tuple(shape)}"
-
-
-def _loss_bits(loss):
-    return loss.detach().reshape(-1)[:1].to(torch.float64).view(torch.int64)
 
 
 def _float_bits(value):
@@ -320,14 +476,9 @@ def _told(bits):
     return value if math.isfinite(value) else "nan" if math.isnan(value) else repr(value)
 
 
-def _to_host(integers):
-    if integers.device.type != "cuda":
-        return integers.cpu(), None
-    host = torch.empty(integers.shape, dtype=integers.dtype, pin_memory=True)
-    host.copy_(integers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(integers.device))
-    return host, event
+def _room(integers):
+    """(pinned memory for integers of a GPU, an event)."""
+    return torch.empty(integers.shape, dtype=integers.dtype, pin_memory=True), torch.cuda.Event()
 
 
 def _as_stock():

@@ -159,8 +159,8 @@ def capture(function: Callable, *args) -> tuple[fx.GraphModule, list]:
     raise ReplayError("the step computes nothing that could be captured")
 
 
-def run(graph_module, inputs, setting: Setting, random: RandomState) -> Run:
-    """Forward, and backward where the first output is one number that requires a gradient."""
+def run(graph_module, inputs, setting: Setting, random: RandomState, scale: float = 1.0) -> Run:
+    """Forward, and backward from `scale` where the first output is one number that requires a gradient."""
     before = RandomState.now()
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
     recorder = _Recorder(graph_module)
@@ -170,7 +170,7 @@ def run(graph_module, inputs, setting: Setting, random: RandomState) -> Run:
             outputs = recorder.run(*leaves)
             loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
             if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-                loss.backward()
+                loss.backward(torch.full_like(loss, scale))
     finally:
         before.restore()
     return recorder.run_of
@@ -379,7 +379,8 @@ def replay(target: Target, settings: tuple[Setting, Setting], contents=(None, No
         function, arguments, random = target.at(content, step)
         graph_module, inputs = capture(function, *arguments)
         names = _names(graph_module, inputs, target.model)
-        runs.append(run(graph_module, inputs, setting, random))
+        scaled = getattr(target.trainer, "loss_scale", None)
+        runs.append(run(graph_module, inputs, setting, random, scaled.scale if scaled else 1.0))
     found = partings(graph_module, *runs, names)
     script = ""
     first = next((p for p in found if p.kind == "output"), None)
@@ -403,7 +404,7 @@ def state_differences(a: dict | None, b: dict | None):
     for key in sorted(a["settings"].keys() | b["settings"].keys()):
         if a["settings"].get(key) != b["settings"].get(key):
             yield f"settings: {key} {a['settings'].get(key)} -> {b['settings'].get(key)}"
-    for key in ("contract", "torch", "step", "data"):
+    for key in ("contract", "torch", "step", "data", "loss_scale"):
         if a.get(key) != b.get(key):
             yield f"checkpoints: {key} {a.get(key)} -> {b.get(key)}"
     if not torch.equal(a["random"]["cpu"], b["random"]["cpu"]):

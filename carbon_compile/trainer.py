@@ -23,6 +23,7 @@ from . import checkpoint
 from .bits import Difference, tensor_diff
 from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
+from .loss_scale import LossScale
 from .lowering.policy import matmul_precision
 from .recording import open_ledgers, parameter_names, unobserved
 from .snapshot import Buffers, RandomState, Snapshot
@@ -74,7 +75,10 @@ class DeterministicTrainer:
             into that many equal slices, in order; each slice's loss is divided by their number, and
             gradients add up in that order in the gradient's dtype: ((g1 + g2) + g3) .... The bits
             belong to this number: another one gives others.
-        autocast: torch.bfloat16 for forward and loss under autocast. Losses are not scaled.
+        autocast: torch.bfloat16 or torch.float16 for forward and loss under autocast. With float16,
+            gradients are scaled by powers of two as torch.amp.GradScaler does, and a step whose
+            gradients aren't finite is skipped: it counts, but optimizer and schedulers don't step.
+            `loss_scale` tells the scale and how many were skipped.
         clip_norm: clip gradients to this total norm, as torch.nn.utils.clip_grad_norm_ by carbon's rules.
         schedulers: a learning-rate scheduler, or several; each steps once a step.
         data: a DeterministicLoader, whose position then travels in checkpoints.
@@ -120,6 +124,7 @@ class DeterministicTrainer:
         self._random = RandomState.seeded(seed)
         self._buffers = Buffers()
         self._torn = ""
+        self.loss_scale = LossScale() if autocast is torch.float16 else None
         if backend is None:
             self._loss, self._update = self._slice_loss, self._apply
             return
@@ -142,13 +147,13 @@ class DeterministicTrainer:
             raise TornStep(self._torn)
         with unobserved(), self._or_back():
             loss, losses = self._gradients(batch)
-            self._change(loss)
+            self._change_unless_skipped()
             random = RandomState.now()
         self.steps += 1
         self._random = random
         try:
             for one in open_ledgers():
-                one.record(losses, self.model, self.optimizer, self.steps)
+                one.record(losses, self.model, self.optimizer, self.steps, self._facts())
         finally:
             self._clear_gradients()
         return loss
@@ -179,14 +184,33 @@ class DeterministicTrainer:
                 raise ValueError(f"the loss is {_described(loss)}; a step needs one number")
             # Started before the backward pass, so that its work isn't waited for.
             finite = _Arriving(loss) if self.check_loss else None
-            loss.backward()
+            loss.backward(None if self.loss_scale is None else self.loss_scale.start(loss))
+            if finite is not None:
+                # The device is now busy for longer than the host: time for the lines of earlier steps.
+                for one in open_ledgers():
+                    one.catch_up()
             if finite is not None and not math.isfinite(finite.value()):
                 raise StepFailed(f"step {self.steps + 1}: the loss is {finite.value()}; the step was taken back")
             losses.append(loss.detach())
             total = losses[-1] if total is None else total + losses[-1]
         return total.reshape(()), losses
 
-    def _change(self, loss):
+    def _change_unless_skipped(self):
+        """`_change`, where gradients that were scaled are finite. StepFailed where no smaller scale could make them so."""
+        if self.loss_scale is None:
+            return self._change()
+        finite = self.loss_scale.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
+        if finite:
+            self._change()
+        elif self.loss_scale.exhausted:
+            raise StepFailed(f"step {self.steps + 1}: a gradient isn't finite at a loss scale of {self.loss_scale.scale:g}; the step was taken back")
+        self.loss_scale.update(finite)
+
+    def _facts(self):
+        """What decides the next step besides model and optimizer, for ledgers."""
+        return {} if self.loss_scale is None else {f"loss_scale.{key}": value for key, value in self.loss_scale.state_dict().items()}
+
+    def _change(self):
         """Optimizer and schedulers. If the optimizer raises before it changes a weight, what it began is undone."""
         known = set(self.optimizer.state)
         versions = [p._version for p in self.model.parameters()]
@@ -249,15 +273,21 @@ class DeterministicTrainer:
         Takes copies of weights, gradients and optimizer state, twice; ledgers don't see it.
         """
         snapshot, steps, random = Snapshot(self.model, self.optimizer, self.schedulers), self.steps, self._random
+        scale = self.loss_scale and self.loss_scale.state_dict()
         results = []
+
+        def restore():
+            snapshot.restore()
+            self.steps, self._random = steps, random
+            if scale:
+                self.loss_scale.load_state_dict(scale)
+
         try:
             for _ in range(2):
                 results.append(self._traced_step(batch))
-                snapshot.restore()
-                self.steps, self._random = steps, random
+                restore()
         finally:
-            snapshot.restore()
-            self.steps, self._random = steps, random
+            restore()
             self._clear_gradients()
         return _compared(*results)
 
@@ -267,7 +297,7 @@ class DeterministicTrainer:
         with unobserved(), self._or_back():
             loss, _ = self._gradients(batch)
             gradients = [(names[id(p)], p.grad.clone()) for p in reversed(list(self.model.parameters())) if p.grad is not None]
-            self._change(loss)
+            self._change_unless_skipped()
             random = RandomState.now().state_dict()
         found = {"loss": loss.clone()}
         found.update((f"gradients {name}", g) for name, g in gradients)
@@ -275,6 +305,7 @@ class DeterministicTrainer:
             found.update((f"optimizer {names[id(p)]}.{key}", v.clone()) for key, v in entry.items() if isinstance(v, torch.Tensor))
         found.update((f"weights {name}", p.detach().clone()) for name, p in self.model.named_parameters())
         found.update((f"buffers {name}", b.clone()) for name, b in self.model.named_buffers())
+        found.update((name, torch.tensor(value)) for name, value in self._facts().items())
         found["random state of PyTorch"] = random["cpu"]
         found["random state of Python"] = random["python"][1]
         if random["numpy"]:
@@ -317,6 +348,7 @@ class DeterministicTrainer:
                 "model": _state_of(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "schedulers": [_plain_state(s) for s in self.schedulers],
+                "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
                 "random": self._random.state_dict(),
                 "data": self.data.state_dict() if self.data is not None else None,
                 "settings": self.settings(),
@@ -350,6 +382,8 @@ class DeterministicTrainer:
             scheduler.load_state_dict(state)
         if self.data is not None and content["data"] is not None and not self.data.misfits(content["data"]):
             self.data.load_state_dict(content["data"])
+        if self.loss_scale is not None and content.get("loss_scale"):
+            self.loss_scale.load_state_dict(content["loss_scale"])
         self._random = RandomState.load(content["random"])
         self.steps, self._torn = content["step"], ""
         self._clear_gradients()
@@ -368,6 +402,8 @@ class DeterministicTrainer:
         if content["contract"] != checkpoint.contract():
             found.append(f"it was made under contract {content['contract']}, this is {checkpoint.contract()}")
         found += [f"{key} was {content['settings'].get(key)!r}, here it is {mine[key]!r}" for key in mine if content["settings"].get(key) != mine[key]]
+        if self.loss_scale is not None and not content.get("loss_scale"):
+            found.append("it has no loss scale")
         if (self.data is None) != (content["data"] is None):
             found.append("only one of the two has a data position" if self.data is None else "it has no data position")
         elif self.data is not None:

@@ -255,7 +255,7 @@ def test_diff(run, folder):
     certificate(log=log).write("a.json")
     log.bypass("f", "CB602", 3)
     certificate(log=log).write("b.json")
-    assert run("diff", "a.json", "a.json") == (0, "", "")
+    assert run("diff", "a.json", "a.json") == (0, "equal: 1 graph\n", "")
     code, out, err = run("diff", "a.json", "b.json")
     assert (code, err) == (1, "")
     assert out == "promise: held -> broken\n+ CB613: 3 calls of f ran outside carbon, because of CB602 recompile-limit\n"

@@ -1,6 +1,7 @@
 """Digests, the ledger's file, what is recorded, and where two ledgers part."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -11,33 +12,48 @@ import torch
 from torch import nn
 
 import carbon_compile
-from carbon_compile import cli, ledger_file, runlog
-from carbon_compile.digest import C1, C2, G, digest, digests, integers
+from carbon_compile import cli, ledger_file, recording, runlog
+from carbon_compile.bits import canonical_bits
+from carbon_compile.digest import C1, C2, Batch, G, digest, digests
 from carbon_compile.ledger_file import LedgerError, Writer, differences, read
 
 MASK = 2**64 - 1
 
 
 def by_hand(x):
-    """The definition in Python's integers."""
-    total = 0
-    for i, b in enumerate(integers(x).tolist()):
-        v = (b + i * G) * C1 & MASK
+    """The definition in Python's integers: eight bytes at a time."""
+    bits = canonical_bits(x).contiguous()
+    size, total = bits.element_size(), 0
+    stream = b"".join((b & (1 << 8 * size) - 1).to_bytes(size, "little") for b in bits.reshape(-1).tolist())
+    for i in range(0, len(stream), 8):
+        v = (int.from_bytes(stream[i : i + 8], "little") + i // 8 * G) * C1 & MASK
         v = (v ^ (v >> 32)) * C2 & MASK
         total += v ^ (v >> 32)
     return total & MASK
 
 
+def patterns(dtype, integer, *values):
+    return torch.tensor(values, dtype=integer).view(dtype)
+
+
+FLAT = torch.randn(20000)
+# Every width, NaNs beside other elements of their word, lengths around a word's and a chunk's end, and
+# views that begin inside a word or are no plain memory.
 TENSORS = [
     torch.randn(5), torch.tensor(3.0), torch.tensor([float("nan"), -float("inf"), -0.0]), torch.empty(0), torch.randn(4, 6).t(),
     torch.randn(300).bfloat16(), torch.randn(7).half(), torch.randn(9, dtype=torch.float64), torch.arange(5), torch.tensor([True, False]),
     torch.arange(250, 256, dtype=torch.uint8), torch.randn(3, dtype=torch.complex64), torch.randn(40).to(torch.float8_e4m3fn), torch.randn(40000),
+    patterns(torch.float32, torch.int32, 0x7F800001, 0x7F800000, -1, -0x800000, 0x7FFFFFFF), torch.full((33001,), float("nan")).bfloat16(),
+    patterns(torch.bfloat16, torch.int16, 0x7F81, 0x7F80, -1, -0x80, 0x7FFF, -0x7F, 5), patterns(torch.float16, torch.int16, 0x7C00, 0x7C01, -1, -0x400, 0x7FFF, 5),
+    patterns(torch.float64, torch.int64, 0x7FF0000000000001, -1, 0x7FF0000000000000), torch.arange(5).to(torch.uint16), torch.arange(3).to(torch.uint64),
+    FLAT[1:9], FLAT[2:7], FLAT[3:16388], FLAT[1:19998], FLAT.half()[3:99], torch.arange(77, dtype=torch.uint8)[5:70], torch.arange(99).to(torch.bfloat16)[1:2],
+    torch.randn(3, dtype=torch.complex64).conj(), torch.randn(3, dtype=torch.complex128).conj().imag, torch.randn(2, 3, dtype=torch.complex64).t(),
 ]  # fmt: skip
 
 
 def test_a_digest_is_what_its_definition_says():
     assert [int(d) & MASK for d in digests(TENSORS)] == [by_hand(x) for x in TENSORS]
-    assert [digest(x) for x in TENSORS[:3]] == [by_hand(x) for x in TENSORS[:3]]
+    assert [digest(x) for x in TENSORS] == [by_hand(x) for x in TENSORS]
 
 
 def test_a_digest_sees_bits_and_places_and_nothing_else():
@@ -47,13 +63,27 @@ def test_a_digest_sees_bits_and_places_and_nothing_else():
     assert digest(nans) == digest(torch.full((3,), float("nan")))
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
     seen = {digest(x), digest(x.flip(0)), digest(x.roll(1)), digest(torch.cat([x, torch.zeros(1, 3)]))}
-    for i, bit in ((0, 0), (7, 31), (299, 16)):
-        y = x.clone()
-        y.view(torch.int32).view(-1)[i] ^= torch.tensor(1 << bit).to(torch.int32)
-        seen.add(digest(y))
     swapped = x.clone()
     swapped[[3, 50]] = x[[50, 3]]
-    assert len(seen | {digest(swapped)}) == 8
+    assert len(seen | {digest(swapped)}) == 5
+
+
+@pytest.mark.parametrize("integer", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_every_bit_of_every_element_changes_the_digest(integer):
+    x = torch.arange(11).to(integer)
+    flipped = x.repeat(11 * 8 * x.element_size(), 1)
+    for row, (place, bit) in enumerate(itertools.product(range(11), range(8 * x.element_size()))):
+        flipped[row, place] ^= torch.tensor(1 << bit, dtype=torch.uint64).to(torch.int64).to(integer)
+    found = set(digests(list(flipped)).tolist())
+    assert len(found) == len(flipped) and digest(x) not in {d & MASK for d in found}
+
+
+def test_digests_for_later_are_those_of_now():
+    for size in (3, 5000):
+        x = torch.randn(2, size)
+        told, finish = digests(list(x)), Batch(list(x)).later(list(x))
+        x.zero_()
+        assert torch.equal(finish(), told) and not torch.equal(digests(list(x)), told)
 
 
 def test_a_tensor_without_plain_bits_is_refused():
@@ -63,25 +93,67 @@ def test_a_tensor_without_plain_bits_is_refused():
 
 INTERPRETED = """
 import torch
-from carbon_compile import digest_kernels
 from carbon_compile.digest import digests
-from tests.test_ledger import TENSORS
-out = torch.zeros(len(TENSORS), dtype=torch.int64)
-digest_kernels.digests(TENSORS, out)
-assert torch.equal(out, digests(TENSORS)), out == digests(TENSORS)
+from carbon_compile.digest_kernels import Batch
+from tests.test_ledger import FLAT, TENSORS
+
+def started(batch, tensors):
+    out = torch.zeros(len(tensors), dtype=torch.int64)
+    batch.start(tensors, out)
+    return out
+
+batch, expected = Batch(TENSORS), digests(TENSORS)
+for _ in range(2):
+    assert torch.equal(started(batch, TENSORS), expected), started(batch, TENSORS) == expected
+# New memory, other values, and then memory that is aligned otherwise.
+small = [FLAT[:7], torch.randn(3, 2).t()]
+batch = Batch(small)
+for other in ([FLAT[8:15], small[1]], [FLAT[9:16].clone(), torch.randn(3, 2).t()], [FLAT[1:8], small[1]], small):
+    assert torch.equal(started(batch, other), digests(other)), other
 """
+
+OFFLINE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from carbon_compile import digest_kernels as kernels
+
+kernel, compiled = kernels.digest_kernel, 0
+pointers = dict(zip(kernel.arg_names, ["*i32", "*i64", "*i64", "*i32", "*i64", "*i64"]))
+for capability in (80, 90, 100):
+    for kind in [*kernels._FLOATS.values(), kernels._PLAIN]:
+        for aligned in (True, False):
+            constants = dict(zip(kernel.arg_names[6:], [*kind, aligned, kernels._CHUNK, kernels._BLOCK], strict=True))
+            source = ASTSource(kernel, pointers | dict.fromkeys(constants, "constexpr"), {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels._WARPS}).asm["ptx"]
+            # Whole chunks are read sixteen bytes a thread.
+            assert ("ld.global.v2.b64" in ptx or "ld.global.v4.b32" in ptx) == aligned, ptx
+            compiled += 1
+print("compiled", compiled)
+"""
+
+
+def in_a_process(code, **environment):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, cwd=root, capture_output=True, text=True)
 
 
 def test_the_kernel_in_the_interpreter():
     pytest.importorskip("triton")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run([sys.executable, "-c", "import numpy\n" + INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True)
+    done = in_a_process("import numpy\n" + INTERPRETED, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here():
+    pytest.importorskip("triton")
+    done = in_a_process(OFFLINE)
+    assert done.stdout == "compiled 30\n", done.stderr[-3000:]
 
 
 @pytest.mark.gpu
 def test_the_kernel_on_cuda():
-    on_gpu = [x.cuda() for x in [*TENSORS, torch.randn(3_000_001)]]
+    flat = torch.randn(3_000_001, device="cuda")
+    on_gpu = [*(x.cuda() for x in TENSORS), flat, flat[1:], flat[2:2_000_003], flat.half()[3:], flat.bfloat16()]
     assert torch.equal(digests(on_gpu).cpu(), digests([x.cpu() for x in on_gpu]))
 
 
@@ -239,6 +311,249 @@ def test_another_hook_behind_a_compiled_step_is_not_excused(path):
         hook.remove()
 
 
+# --- a layout that is kept from step to step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out, self.square = nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.out(self.norm(self.square(x)))
+
+
+def drop_gradient(model, optimizer):
+    model.out.bias.grad = None
+
+
+def bring_gradient(model, optimizer):
+    model.unused.grad = torch.ones(2)
+
+
+def transpose_gradient(model, optimizer):
+    model.square.weight.grad = model.square.weight.grad.t().contiguous().t()
+
+
+def swap_memory(model, optimizer):
+    model.square.weight.data = torch.arange(16.0).reshape(4, 4)
+
+
+def transpose_weight(model, optimizer):
+    model.square.weight.data = model.square.weight.data.t()
+
+
+def widen(model, optimizer):
+    model.out.weight.data = model.out.weight.data.double()
+
+
+def replace_buffer(model, optimizer):
+    model.norm.running_mean = torch.arange(4.0)
+
+
+def add_buffer(model, optimizer):
+    model.out.register_buffer("scale", torch.ones(2))
+
+
+def replace_module(model, optimizer):
+    model.norm = nn.BatchNorm1d(4)
+
+
+def replace_state(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[model.out.bias]["exp_avg"] += 1
+
+
+def drop_state(model, optimizer):
+    del optimizer.state[model.out.bias]
+
+
+def reorder_state(model, optimizer):
+    """Two entries of the same types change places."""
+    first, second, *others = (model.norm.weight, model.norm.bias, *(p for p in optimizer.state if p is not model.norm.weight and p is not model.norm.bias))
+    entries = dict(optimizer.state)
+    optimizer.state.clear()
+    optimizer.state.update((p, entries[p]) for p in (second, first, *others))
+
+
+def rename_state(model, optimizer):
+    entry = optimizer.state[model.out.bias]
+    optimizer.state[model.out.bias] = {{"exp_avg": "average"}.get(key, key): value for key, value in entry.items()}
+
+
+def add_state(model, optimizer):
+    optimizer.state[model.out.bias]["more"] = 3
+
+
+def change_state(model, optimizer):
+    optimizer.state[model.out.bias]["step"] = 3
+
+
+def number_to_tensor(model, optimizer):
+    optimizer.state[model.out.bias]["number"] = torch.tensor(7)
+
+
+def change_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def change_rate_in_place(model, optimizer):
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+
+
+def add_group(model, optimizer):
+    model.more = nn.Linear(2, 1)
+    optimizer.add_param_group({"params": model.more.parameters()})
+
+
+CHANGES = [
+    drop_gradient, bring_gradient, transpose_gradient, swap_memory, transpose_weight, widen, replace_buffer, add_buffer,
+    replace_module, replace_state, drop_state, reorder_state, rename_state, add_state, change_state, number_to_tensor, change_rate, change_rate_in_place, add_group,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_kept_layout_records_what_a_fresh_one_does(path, change):
+    model = Net()
+    rate = torch.tensor(0.1) if change is change_rate_in_place else 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.state[model.out.bias]["number"] = 7
+    with carbon_compile.ledger(path, model=model, observe=False) as kept:
+        for step, happens in enumerate([lambda *_: None, change, lambda *_: None], 1):
+            happens(model, optimizer)
+            kept.step(0.5, optimizer=optimizer)
+            with carbon_compile.ledger(f"{path}.{step}", model=model, observe=False, start=step - 1) as fresh:
+                fresh.step(0.5, optimizer=optimizer)
+    contents = read(path)
+    for step in (1, 2, 3):
+        alone = read(f"{path}.{step}")
+        for group in ledger_file.GROUPS[1:]:
+            assert contents.tensors(step, group) == alone.tensors(step, group)
+            assert contents.steps[step][group] == alone.steps[step][group]
+    same = change in (reorder_state, transpose_gradient)
+    assert same == all(contents.steps[1][group] == contents.steps[2][group] for group in ledger_file.GROUPS)
+    assert contents.tensors(2, "weights")["square.weight"] == f"{digest(model.square.weight):016x}"
+
+
+def test_a_layout_is_kept_while_gradients_come_and_go(path, monkeypatch):
+    layouts = []
+    plain = recording._Layout
+    monkeypatch.setattr(recording, "_Layout", lambda *given: layouts.append(plain(*given)) or layouts[-1])
+    train(path, steps=6)
+    assert len(layouts) == 1
+
+
+def test_a_sparse_gradient_is_refused_at_any_step(path):
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with carbon_compile.ledger(path, observe=False) as ledger:
+        weight.grad = torch.ones(3, 2)
+        ledger.step(0.5, optimizer=optimizer)
+        weight.grad = weight.grad.to_sparse()
+        with pytest.raises(TypeError, match="has no plain bits"):
+            ledger.step(0.5, optimizer=optimizer)
+    assert read(path).last == 1
+
+
+# --- steps on their way
+
+
+class Event:
+    """What says whether a device is done, told by the test."""
+
+    def __init__(self):
+        self.done, self.waited = False, 0
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.waited += not self.done
+        self.done = True
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Every step's hashes arrive when the test says so; the events in the order of steps."""
+    found, sent = [], recording.Ledger._sent
+
+    def late(ledger, *given):
+        arrival = sent(ledger, *given)
+        arrival.event = Event()
+        found.append(arrival.event)
+        return arrival
+
+    monkeypatch.setattr(recording.Ledger, "_sent", late)
+    return found
+
+
+def test_lines_are_written_in_order_as_they_arrive(path, events):
+    def at(step, model):
+        if step == 4:
+            assert read(path).last == 0
+            events[0].done = events[2].done = True
+        elif step == 5:
+            assert read(path).last == 1
+            events[1].done = True
+        elif step == 6:
+            assert read(path).last == 3 and not any(event.waited for event in events)
+
+    train(path, steps=6, before_step=at)
+    assert [event.waited for event in events] == [0, 0, 0, 1, 1, 1]
+    whole = path + ".whole"
+    train(whole, steps=6)
+    assert open(path).read() == open(whole).read()
+
+
+def test_a_killed_process_loses_no_more_than_the_steps_on_their_way(path, events):
+    seen = []
+    train(path, steps=20, before_step=lambda step, model: seen.append(step - 1 - read(path).last))
+    assert seen == [min(made, recording.LATE) for made in range(20)]
+    assert read(path).last == 20
+
+
+class Card(str):
+    """A CPU that the recorder takes for a GPU."""
+
+    type = "cuda"
+
+
+def test_what_a_gpu_sends_is_digests_then_losses_in_memory_used_again(path, monkeypatch):
+    rooms = []
+    monkeypatch.setattr(recording, "_room", lambda out: rooms.append((torch.empty_like(out), type("Done", (Event,), {"record": lambda self, stream: None})())) or rooms[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    tensors = [torch.randn(3), torch.randn(5000)]
+    losses = [0.5, torch.tensor(0.1), torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(float("nan"), dtype=torch.float64)]
+    with carbon_compile.ledger(path, observe=False) as ledger:
+        first, second = (ledger._sent(tensors, Batch(tensors), Card("cpu"), losses, [1, 2, 3]) for _ in range(2))
+        assert first.integers()[:2].tolist() == digests(tensors).tolist() and (first.tensors, first.losses) == (2, [1, 2, 3])
+        assert [recording._told(bits & MASK) for bits in first.integers()[2:].tolist()] == [torch.tensor(0.1).item(), 1.5, "nan"]
+        second.release()
+        third = ledger._sent([x + 1 for x in tensors], Batch(tensors), Card("cpu"), losses, [1, 2, 3])
+        assert third.integers() is second.integers() is not first.integers() and len(rooms) == 2
+        assert third.integers()[:2].tolist() == digests([x + 1 for x in tensors]).tolist()
+
+
+def test_nothing_is_written_behind_a_step_that_did_not_repeat(path, events):
+    train(path, steps=3)
+    kept = open(path).read()
+
+    events.clear()
+
+    def flip(step, model):
+        if step == 3:
+            model[2].weight.data.view(torch.int32)[1, 0] ^= 1 << 22
+        elif step == 6:  # steps 4 and 5 are new, and on their way
+            events[0].done = events[1].done = events[2].done = True
+
+    with pytest.raises(LedgerError, match="step 3 is not what"):
+        train(path, steps=7, before_step=flip)
+    assert len(events) == 6 and open(path).read() == kept
+
+
 # --- the file
 
 
@@ -281,7 +596,7 @@ def test_a_torn_last_line_is_cut(path, cut):
 
 
 def test_an_empty_or_torn_beginning_starts_anew(path):
-    for start in (b"", b'{"ledger":1,"ev'):
+    for start in (b"", b'{"ledger":2,"ev'):
         with open(path, "wb") as file:
             file.write(start)
         assert train(path)[0].recorded == 5
@@ -294,11 +609,18 @@ def test_other_files_are_refused(path):
         with pytest.raises(LedgerError, match=told):
             Writer(path)
         assert open(path).read() == text
-    line = {"ledger": 9}
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_other_formats_are_refused(path, number):
+    line = {"ledger": number}
     with open(path, "w") as file:
         file.write(json.dumps({**line, "chain": ledger_file.chained("", line)}) + "\n")
-    with pytest.raises(LedgerError, match="of format 9; this release reads 1"):
-        read(path)
+    kept = open(path).read()
+    for use in (read, Writer, train):
+        with pytest.raises(LedgerError, match=f"run.jsonl is a ledger of format {number}; this release reads 2"):
+            use(path)
+    assert open(path).read() == kept
 
 
 def test_one_writer_at_a_time(path):
@@ -311,7 +633,7 @@ def test_one_writer_at_a_time(path):
 
 def test_a_full_disk_leaves_whole_lines(path, monkeypatch):
     writer = Writer(path)
-    writer.append({"ledger": 1})
+    writer.append({"ledger": ledger_file.FORMAT})
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
     with pytest.raises(OSError, match="No space"):
@@ -336,9 +658,19 @@ def test_diff_names_the_first_step_and_tensor(tmp_path, capsys):
     lines = list(differences(read(one), read(other)))
     assert lines[0] == "first difference: step 3, loss" and lines[1] == "equal up to step 2"
     assert any(line.startswith("gradients: ") and "2.bias" in line for line in lines)
-    assert cli.main(["diff", one, one]) == 0 and capsys.readouterr().out == ""
+    assert cli.main(["diff", one, one]) == 0
+    tensors = sum(len(read(one).tensors(step, group)) for step in range(1, 6) for group in ledger_file.GROUPS)
+    assert capsys.readouterr().out == f"equal: 5 steps (1 to 5), hashes of {tensors} tensors\n"
     assert cli.main(["diff", one, other]) == 1 and capsys.readouterr().out.startswith("first difference: step 3, loss\n")
     assert cli.main(["diff", one, fewer]) == 1 and capsys.readouterr().out == "equal up to step 4, where one ends; the other has 5\n"
+
+
+def test_diff_tells_what_was_equal(tmp_path, capsys):
+    sampled, totals = str(tmp_path / "s"), str(tmp_path / "t")
+    train(sampled, steps=6, every=3), train(totals, steps=6, tensors=False)
+    for one, other, told in ((sampled, totals, "2 steps (3 to 6), hashes of "), (totals, totals, "6 steps (1 to 6), hashes of groups only")):
+        assert cli.main(["diff", one, other]) == 0
+        assert capsys.readouterr().out.startswith(f"equal: {told}")
 
 
 def test_diff_without_a_loss_names_the_tensor_nearest_the_cause(tmp_path):

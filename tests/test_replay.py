@@ -294,6 +294,9 @@ def test_the_command(run, job, tmp_path, capsys):
     checkpoints = ["diff", str(run / "7.pt"), str(other / "7.pt")]
     assert cli.main(checkpoints) == 1
     assert capsys.readouterr().out.startswith("weights: last.weight: 1 of 24 elements differ; first at (1, 2): ")
+    assert cli.main(["diff", str(run / "7.pt"), str(run / "7.pt")]) == 0
+    count = checkpoint.tensor_count(checkpoint.load(run / "7.pt"))
+    assert count > 10 and capsys.readouterr().out == f"equal: after step 6, {count} tensors\n"
     assert cli.main([*checkpoints, "--replay", job]) == 1
     assert "replayed step 7 under stock and under stock\n" in capsys.readouterr().out
 

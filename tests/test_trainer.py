@@ -9,9 +9,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import carbon_compile
-from carbon_compile import DeterministicLoader, DeterministicTrainer, assert_bitwise, runlog
+from carbon_compile import (
+    DeterministicLoader,
+    DeterministicTrainer,
+    assert_bitwise,
+    checkpoint,
+    cli,
+    runlog,
+)
 from carbon_compile.bits import frozen
 from carbon_compile.checkpoint import CheckpointError
+from carbon_compile.loss_scale import LossScale
 from carbon_compile.snapshot import RandomState
 from carbon_compile.trainer import StepFailed, TornStep, slices
 
@@ -47,7 +55,7 @@ def made(optimizer="AdamW", schedule=False, **how):
 
 
 def state(trainer):
-    return frozen([trainer.model, trainer.optimizer, [s.state_dict() for s in trainer.schedulers], trainer._random.state_dict(), trainer.steps])
+    return frozen([trainer.model, trainer.optimizer, [s.state_dict() for s in trainer.schedulers], trainer._random.state_dict(), trainer._facts(), trainer.steps])
 
 
 def run(trainer, steps):
@@ -232,6 +240,125 @@ def test_narrow_weights_keep_wide_optimizer_state(tmp_path):
     assert_bitwise(other.optimizer, trainer.optimizer)
 
 
+def test_diff_of_checkpoints_names_what_else_differs(tmp_path, capsys):
+    trainer = made()
+    run(trainer, 1)
+    for name, extra in (("a", {}), ("b", {}), ("c", {"best": 3})):
+        trainer.save(tmp_path / name, extra=extra)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert cli.main(["diff", a, b]) == 0
+    assert capsys.readouterr().out == f"equal: after step 1, {checkpoint.tensor_count(checkpoint.load(a))} tensors\n"
+    assert cli.main(["diff", a, c]) == 1 and capsys.readouterr().out == "checkpoints: extra differs\n"
+
+
+# --- float16
+
+
+HALF = {"autocast": torch.float16, "schedule": True, "clip_norm": 0.5, "accumulate": 2}
+
+
+def overflowing(steps, **how):
+    """A trainer whose float16 gradients overflow at first, after some steps."""
+    trainer = made(**{**HALF, **how})
+    trainer.loss_fn = lambda out, targets: F.cross_entropy(out, targets) * 8
+    run(trainer, steps)
+    return trainer
+
+
+def test_a_scaled_step_is_the_plain_one_with_gradscaler():
+    trainer, other = overflowing(0), made(**HALF)
+    scaler = torch.amp.GradScaler("cpu")
+    torch.manual_seed(42)
+    skipped = 0
+    for x, y in data():
+        loss, rate = trainer.step((x, y)), other.optimizer.param_groups[0]["lr"]
+        with torch.autocast("cpu", torch.float16):
+            parts = [F.cross_entropy(other.model(x[i : i + 2]), y[i : i + 2]) * 8 / 2 for i in (0, 2)]
+        for part in parts:
+            scaler.scale(part).backward()
+        scaler.unscale_(other.optimizer)
+        nn.utils.clip_grad_norm_(other.model.parameters(), 0.5)
+        scale = scaler.get_scale()
+        scaler.step(other.optimizer), scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+        else:
+            other.schedulers[0].step()
+            assert other.optimizer.param_groups[0]["lr"] < rate
+        other.optimizer.zero_grad()
+        assert_bitwise(loss, parts[0].detach() + parts[1].detach())
+        assert_bitwise([trainer.model, trainer.optimizer], [other.model, other.optimizer])
+        assert (trainer.loss_scale.scale, trainer.loss_scale.skipped) == (scaler.get_scale(), skipped)
+    assert 0 < skipped < trainer.steps
+
+
+def test_the_scale_grows_and_shrinks_within_bounds(monkeypatch):
+    monkeypatch.setattr("carbon_compile.loss_scale.INTERVAL", 2)
+    scale = LossScale()
+    seen = []
+    for finite in (True, True, True, False, True, True):
+        scale.update(finite)
+        seen.append(scale.scale)
+    assert seen == [2.0**16, 2.0**17, 2.0**17, 2.0**16, 2.0**16, 2.0**17] and scale.skipped == 1
+    for _ in range(40):
+        scale.update(True)
+    assert scale.scale == 2.0**24
+
+
+def test_a_gradient_that_no_scale_helps_takes_the_step_back():
+    trainer = overflowing(3)
+    trainer.loss_scale.scale = 1.0
+    trainer.loss_fn = lambda out, targets: (out.sum() * 0).sqrt()  # 0, and a gradient of 0 times infinity
+    with unchanged(trainer), pytest.raises(StepFailed, match="step 4: a gradient isn't finite at a loss scale of 1; the step was taken back"):
+        trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_scaled_runs_resume_verify_and_are_recorded(tmp_path, stop):
+    path, whole = tmp_path / "run.jsonl", overflowing(0)
+    with carbon_compile.ledger(path):
+        run(whole, 8)
+    assert 0 < whole.loss_scale.skipped < 8
+    first = overflowing(stop)
+    with unchanged(first):
+        assert first.verify_determinism(BATCH)
+    first.save(tmp_path / "c.pt")
+    second = overflowing(0)
+    second.load(tmp_path / "c.pt")
+    with carbon_compile.ledger(path) as ledger:
+        run(second, 8 - stop)
+    assert ledger.confirmed == 8 - stop
+    assert_bitwise(state(second), state(whole))
+    assert {"loss_scale.scale", "loss_scale.good", "loss_scale.skipped"} <= set(carbon_compile.ledger_file.read(path).tensors(1, "optimizer"))
+    third = overflowing(stop)
+    third.loss_scale.scale *= 2
+    with pytest.raises(carbon_compile.ledger_file.LedgerError, match=f"step {stop + 1} is not what"), carbon_compile.ledger(path):
+        run(third, 1)
+
+
+def test_a_checkpoint_without_a_scale_is_refused(tmp_path):
+    trainer = overflowing(1)
+    trainer.save(tmp_path / "c.pt")
+    content = checkpoint.load(tmp_path / "c.pt")
+    other = overflowing(0)
+    with pytest.raises(CheckpointError, match="it has no loss scale"):
+        other.resume({**content, "loss_scale": None}, strict=True)
+    other.resume(content, strict=True)
+    assert other.loss_scale.state_dict() == trainer.loss_scale.state_dict()
+
+
+def test_eager_scaled_steps_under_enable_are_the_compiled_ones(tmp_path):
+    with eager_engine():
+        trainer = overflowing(4, backend="carbon")
+    other = overflowing(0)
+    with carbon_compile.enable():
+        run(other, 4)
+        assert other.verify_determinism(BATCH)
+    assert 0 < trainer.loss_scale.skipped < 4
+    assert_bitwise(other.model, trainer.model)
+    assert other.loss_scale.state_dict() == trainer.loss_scale.state_dict()
+
+
 # --- steps that fail
 
 
@@ -365,11 +492,37 @@ def test_a_ledger_records_the_trainers_steps_once(tmp_path):
     assert (ledger.confirmed, ledger.recorded) == (1, 1)
 
 
+def test_lines_are_written_while_the_device_is_busy(tmp_path, monkeypatch):
+    """A step's line is there before the next step's optimizer, not only after it."""
+    from carbon_compile import recording
+
+    arrived = type("Event", (), {"query": lambda self: self.done, "synchronize": lambda self: None, "done": False})
+    sent = recording.Ledger._sent
+
+    def late(ledger, *given):
+        arrival = sent(ledger, *given)
+        arrival.event = arrived()
+        return arrival
+
+    monkeypatch.setattr(recording.Ledger, "_sent", late)
+    path, trainer, seen = tmp_path / "run.jsonl", made(), []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: seen.append(carbon_compile.ledger_file.read(path).last) or step()
+    with carbon_compile.ledger(path, observe=False):
+        trainer.step(BATCH), trainer.step(BATCH)
+        arrived.done = True
+        trainer.step(BATCH)
+    assert seen == [0, 0, 2]
+
+
 @pytest.mark.gpu
-def test_a_step_on_cuda_is_the_step_on_the_cpu(tmp_path):
+@pytest.mark.parametrize("how", [FULL, HALF], ids=["bfloat16", "float16"])
+def test_a_step_on_cuda_is_the_step_on_the_cpu(tmp_path, how):
     results = []
     for device in ("cpu", "cuda"):
-        trainer = made(backend="carbon", **FULL)
+        trainer = made(backend="carbon", **how)
+        if how is HALF:
+            trainer.loss_fn = lambda out, targets: F.cross_entropy(out, targets) * 8  # the first steps overflow
         trainer.model.to(device)
         with carbon_compile.ledger(tmp_path / f"{device}.jsonl", model=trainer.model):
             run(trainer, 3)
