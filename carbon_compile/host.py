@@ -82,6 +82,16 @@ def _rows_stay_in_registers():
         yield
 
 
+def never_large(result):
+    """Inductor stores a pointwise result of many operations, lest its readers compute it several times. Not
+    this one."""
+    from torch._inductor.ir import Pointwise
+
+    node = getattr(getattr(result, "data", None), "data", None)
+    if isinstance(node, Pointwise):
+        object.__setattr__(node, "has_large_inner_fn", lambda threshold=None: False)
+
+
 @contextlib.contextmanager
 def _one_dtype_handler():
     """Fill Inductor's table of result types once a compilation. It is a singleton, but its `__init__`

@@ -49,7 +49,7 @@ def normalize(x, dims, weight, bias, eps):
     """(y, mean, variance, rstd), the statistics in binary32 with `dims` kept as 1."""
     mean = P.mean(x, dims, True)
     d = P.sub(x, mean)
-    variance = P.mean(P.square(d), dims, True)
+    variance = P.mean(P.square(d), dims, True, signed=False)
     rstd = _rstd(variance, eps)
     return _affine(P.mul(d, rstd), weight, bias, x.dtype), mean, variance, rstd
 
@@ -57,7 +57,7 @@ def normalize(x, dims, weight, bias, eps):
 @compose("rms_normalize(Tensor x, int[] dims, Tensor? weight, float eps) -> (Tensor, Tensor)", "3")
 def rms_normalize(x, dims, weight, eps):
     """(y, rstd)."""
-    rstd = _rstd(P.mean(P.square(x), dims, True), eps)
+    rstd = _rstd(P.mean(P.square(x), dims, True, signed=False), eps)
     return _affine(P.mul(x, rstd), weight, None, x.dtype), rstd
 
 

@@ -6,6 +6,7 @@ other pointwise operation. Floating inputs are widened exactly to binary32 (bina
 is), integers are rounded once to it, and the result is rounded once to `dtype`.
 """
 
+import struct
 from string import ascii_lowercase
 
 import torch
@@ -42,6 +43,22 @@ def register(name, program, inputs, section, widen=True):
 
 
 _LOWERINGS = {}
+
+
+def inlined(op):
+    """Let Inductor compute `op` inside the reduction that reads it, however long its program: for operations
+    with one reader each, which cost less than their result's way to memory and back."""
+    fused = _LOWERINGS[op]
+
+    def lowered(*tensors, dtype):
+        from carbon_compile import host
+
+        result = fused(*tensors, dtype=dtype)
+        host.never_large(result)
+        return result
+
+    _LOWERINGS[op] = lowered
+    return op
 
 
 def stored(op):
@@ -275,58 +292,88 @@ def _expo(o, m):
 
 
 # A term q is made in two parts, q = high 2^19 + low, because processors convert binary32 to int64 much more
-# slowly than they add binary32: adding 1.5 2^23 to a number below 2^22 rounds it to an integer, to nearest
-# even, which then stands in the low bits. What that lost is exact, and is rounded the same way 19 bits
-# further down. Ties stay ties to even, since high 2^19 is even.
+# slowly than they add binary32: adding 1.5 2^(23 + k) to a number below 2^(22 + k) rounds it to a multiple
+# of 2^k, to nearest even, which then stands in the low bits. What that lost is exact, and is rounded the same
+# way to a grid 2^19 finer. Ties stay ties to even, since high 2^19 is even.
 PART_BITS = 19
-_ROUNDER, _ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
 # Up to this many terms the parts add up in int32: |low| <= 2^18, and |high| <= 2^19 reaches +2^31 only
 # where all are 2^19. Their terms are below 2^38 (m < 2^e), so all low parts are negative, which tells.
 PARTS_IN_INT32 = 2**12
+_NEGATIVE_INFINITY = -0x800000
 
 
-def _parts(o, t):
-    """(high, low) as int32 with high 2^19 + low = RNE(t 2^19), for |t| <= 2^19."""
-    near = t + _ROUNDER
-    far = (t - (near - _ROUNDER)) * 2.0**PART_BITS + _ROUNDER
-    return o.bits(near, torch.int32) - _ROUNDER_BITS, o.bits(far, torch.int32) - _ROUNDER_BITS
+def _rounder(k):
+    """The bits of 1.5 2^(23 + k), which rounds to multiples of 2^k."""
+    return ((k + 150) << 23) | 0x400000
+
+
+def _parts(o, t, e):
+    """(high, low) as int32 with high 2^19 + low = RNE(t 2^(W - e)), for |t| <= 2^e and -64 <= e <= 64."""
+    high, t = _rounded_off(o, t, _rounder(e - (WINDOW - PART_BITS)))
+    low, _ = _rounded_off(o, t, _rounder(e - WINDOW))
+    return high, low
+
+
+def _rounded_off(o, t, rounder):
+    """(t rounded to an integer of the rounder's multiple, what is left of t)"""
+    r = struct.unpack("<f", struct.pack("<i", rounder))[0] if isinstance(rounder, int) else o.bits(rounder, torch.float32)
+    near = t + r
+    return o.bits(near, torch.int32) - rounder, t - (near - r)
 
 
 def _sum_parts(o, x, m):
-    """The parts of q = RNE(x 2^(W - e)) for finite x; zeros where m is infinite."""
-    scale = o.where(m >= _INFINITY, -252, WINDOW - PART_BITS - _expo(o, m))
-    a, b = _two_power(o, scale)
-    return _parts(o, x * a * b)
+    """The parts of q = RNE(x 2^(W - e)); anything where m isn't finite."""
+    e = _expo(o, o.where((m < 0) | (m >= _INFINITY), 0, m))
+    shift = o.where(e > 64, -64, o.where(e < -64, 64, e * 0))  # e * 0: a value, as one side must be
+    return _parts(o, x * o.bits((shift + 127) << 23, torch.float32), e + shift)
 
 
-def _counted(o, x, q, plus, minus):
-    """`q` where x is finite, else a number from which the sum of all says which infinities there were."""
-    return o.where(x == float("inf"), plus, o.where(x == float("-inf"), minus, q))
+def _term(o, high, low):
+    return (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64)
+
+
+def _negative_key(o, x):
+    """An int32 that falls as a negative x grows in magnitude, down to its NaNs; not negative for other x."""
+    return o.bits(x, torch.int32) ^ 0x7FFFFFFF
+
+
+def _largest(o, top, bottom):
+    """The magnitude bits of a set of numbers, from the largest of their bits and the smallest of their
+    negative keys; -inf's own bits where it is the only infinity, and a NaN's where there are both."""
+    below = bottom ^ -1  # magnitude bits of the largest negative number, or negative
+    m = o.where(top > below, top, below)
+    m = o.where((below == _INFINITY) & (top < _INFINITY), _NEGATIVE_INFINITY, m)
+    return o.where((below == _INFINITY) & (top == _INFINITY), 0x7FFFFFFF, m)
+
+
+def _sum_of_terms(o, t, m):
+    """RN(T) 2^(e - W), scaled in two steps; m says what is not finite, see `_largest`."""
+    special = (m < 0) | (m >= _INFINITY)
+    low, high = _two_power(o, _expo(o, o.where(special, 0, m)) - WINDOW)
+    return o.where(special, o.bits(m, torch.float32), o.to(t, torch.float32) * low * high)
+
+
+def _sum_of_parts(o, high, low, m):
+    """`_sum_of_terms` of the sums of at most 2^12 high and low parts, which may have wrapped in int32."""
+    wrapped = (high == -(2**31)) & (low < 0)
+    high = o.where(wrapped, 2**31, o.to(high, torch.int64))
+    return _sum_of_terms(o, (high << PART_BITS) + o.to(low, torch.int64), m)
+
+
+def _sum_of_words(o, high, low, m):
+    """`_sum_of_terms` for 2^25 terms and more, in two words."""
+    special = (m < 0) | (m >= _INFINITY)
+    down, up = _two_power(o, _expo(o, o.where(special, 0, m)) - WINDOW)
+    return o.where(special, o.bits(m, torch.float32), _two_words_to_float(o, high, low) * down * up)
+
+
+# Where maxima are exchanged without their signs (scatters, collectives), the terms count the infinities.
 
 
 def _sum_terms(o, x, m):
     """q = RNE(x 2^(W - e)) as int64; where m is infinite, 1 for +inf and 2^32 for -inf, else 0."""
-    high, low = _sum_parts(o, x, m)
-    q = (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64)
-    return _counted(o, x, q, 1, 1 << 32)
-
-
-def _sum_high(o, x, m):
-    """The high part of a term; where m is infinite, 1 for +inf and 2^13 for -inf, else 0."""
-    return _counted(o, x, _sum_parts(o, x, m)[0], 1, 2 * PARTS_IN_INT32)
-
-
-def _sum_low(o, x, m):
-    """The low part of a term; where m is infinite, anything."""
-    return _sum_parts(o, x, m)[1]
-
-
-def _sum_total_of_parts(o, high, low, m):
-    """`_sum_total` of the sums of at most 2^12 high and low parts, which may have wrapped in int32."""
-    wrapped = (high == -(2**31)) & (low < 0)
-    high, low = o.to(high, torch.int64), o.to(low, torch.int64)
-    counts = (high & (2 * PARTS_IN_INT32 - 1)) + ((high >> 13) << 32)
-    return _sum_total(o, o.where(m >= _INFINITY, counts, (o.where(wrapped, 2**31, high) << PART_BITS) + low), m)
+    counts = o.where(x == float("inf"), 1, o.where(x == float("-inf"), 1 << 32, o.to(m, torch.int64) * 0))
+    return o.where(m >= _INFINITY, counts, _term(o, *_sum_parts(o, x, m)))
 
 
 def _sum_total(o, t, m):
@@ -376,16 +423,15 @@ def _unit_total2(o, high, low):
 
 def _unit_terms(o, p):
     """q = RNE(p 2^37) for 0 <= p <= 1: the terms of a sum whose exponent is known to be 1."""
-    high, low = _unit_parts(o, p)
-    return (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64)
+    return _term(o, *_unit_parts(o, p))
 
 
 def _unit_parts(o, p):
-    return _parts(o, o.where(o.isnan(p), 0.0, p) * 2.0 ** (WINDOW - 1 - PART_BITS))
+    return _parts(o, o.where(o.isnan(p), 0.0, p), 1)
 
 
 def _unit_total_of_parts(o, high, low):
-    return _unit_total(o, (o.to(high, torch.int64) << PART_BITS) + o.to(low, torch.int64))
+    return _unit_total(o, _term(o, high, low))
 
 
 def _unit_total(o, t):
@@ -410,15 +456,21 @@ def _from_order_key64(o, k):
 
 
 register("magnitude", lambda o, x: _magnitude(o, o.to(x, torch.float32)), 1, "3", widen=False)
+register("float_bits", lambda o, x: o.bits(o.to(x, torch.float32), torch.int32), 1, "3", widen=False)
+register("negative_key", lambda o, x: _negative_key(o, o.to(x, torch.float32)), 1, "3", widen=False)
+register("largest", _largest, 2, "3", widen=False)
+inlined(register("sum_high", lambda o, x, m: _sum_parts(o, o.to(x, torch.float32), m)[0], 2, "3", widen=False))
+inlined(register("sum_low", lambda o, x, m: _sum_parts(o, o.to(x, torch.float32), m)[1], 2, "3", widen=False))
+inlined(register("sum_term", lambda o, x, m: _term(o, *_sum_parts(o, o.to(x, torch.float32), m)), 2, "3", widen=False))
+register("sum_of_parts", _sum_of_parts, 3, "3", widen=False)
+register("sum_of_terms", _sum_of_terms, 2, "3", widen=False)
+register("sum_of_words", _sum_of_words, 3, "3", widen=False)
 register("sum_terms", lambda o, x, m: _sum_terms(o, o.to(x, torch.float32), m), 2, "3", widen=False)
 register("sum_total", _sum_total, 2, "3", widen=False)
-register("sum_high", lambda o, x, m: _sum_high(o, o.to(x, torch.float32), m), 2, "3", widen=False)
-register("sum_low", lambda o, x, m: _sum_low(o, o.to(x, torch.float32), m), 2, "3", widen=False)
-register("sum_total_of_parts", _sum_total_of_parts, 3, "3", widen=False)
-register("unit_terms", _unit_terms, 1, "3")
+inlined(register("unit_terms", _unit_terms, 1, "3"))
 register("unit_total", _unit_total, 1, "3", widen=False)
-register("unit_high", lambda o, p: _unit_parts(o, p)[0], 1, "3")
-register("unit_low", lambda o, p: _unit_parts(o, p)[1], 1, "3")
+inlined(register("unit_high", lambda o, p: _unit_parts(o, p)[0], 1, "3"))
+inlined(register("unit_low", lambda o, p: _unit_parts(o, p)[1], 1, "3"))
 register("unit_total_of_parts", _unit_total_of_parts, 2, "3", widen=False)
 register("high_word", _high_word, 1, "3", widen=False)
 register("low_word", _low_word, 1, "3", widen=False)

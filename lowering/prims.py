@@ -98,10 +98,11 @@ def count(x, dims):
 SINGLE_WORD = 2**25
 
 
-def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
+def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
     """Exact sum of `x` over `dims`, rounded once to binary32, then to `dtype` (contract section 3).
 
     The maximum is exact and order-free, and so is the integer total: every schedule gives these bits.
+    `signed=False` promises that no element is negative, which saves looking for the most negative one.
     """
     if x.dtype is torch.float64:
         raise Refusal("CB202", "sums of float64 have no rule in version 1 of the contract; convert to float32 first")
@@ -111,15 +112,25 @@ def sum(x, dims=None, keepdim=False, dtype=None):  # noqa: A001
     if provably(count(x, dims) == 0):
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
-    m = torch.ops.aten.amax.default(torch.ops.carbon.magnitude(x, dtype=torch.int32), dims, True)
+    carbon, out = torch.ops.carbon, dtype or torch.float32
+    m = largest_magnitude(x, dims, signed)
     if _parts_fit(x, dims):
-        parts = _sums_of_parts(dims, torch.ops.carbon.sum_high(x, m, dtype=torch.int32), torch.ops.carbon.sum_low(x, m, dtype=torch.int32))
-        result = torch.ops.carbon.sum_total_of_parts(*parts, m, dtype=dtype or torch.float32)
-        return result if keepdim else squeeze(result, dims)
-    q = torch.ops.carbon.sum_terms(x, m, dtype=torch.int64)
-    total = _integer_sum(q, x, dims)
-    result = torch.ops.carbon.sum_total(*total, m, dtype=dtype or torch.float32) if len(total) == 1 else torch.ops.carbon.sum_total2(*total, m, dtype=dtype or torch.float32)
+        parts = _sums_of_parts(dims, carbon.sum_high(x, m, dtype=torch.int32), carbon.sum_low(x, m, dtype=torch.int32))
+        result = carbon.sum_of_parts(*parts, m, dtype=out)
+    else:
+        total = _integer_sum(carbon.sum_term(x, m, dtype=torch.int64), x, dims)
+        result = carbon.sum_of_terms(*total, m, dtype=out) if len(total) == 1 else carbon.sum_of_words(*total, m, dtype=out)
     return result if keepdim else squeeze(result, dims)
+
+
+def largest_magnitude(x, dims, signed=True):
+    """Bits of the largest |x| over `dims`, kept as dimensions of size 1; what isn't finite as `largest` says."""
+    carbon, aten = torch.ops.carbon, torch.ops.aten
+    if not signed:
+        return aten.amax.default(carbon.magnitude(x, dtype=torch.int32), dims, True)
+    top = aten.amax.default(carbon.float_bits(x, dtype=torch.int32), dims, True)
+    bottom = aten.amin.default(carbon.negative_key(x, dtype=torch.int32), dims, True)
+    return carbon.largest(top, bottom, dtype=torch.int32)
 
 
 def unit_sum(p, dims, keepdim=True):
@@ -163,9 +174,9 @@ def squeeze(x, dims):
     return torch.ops.aten.squeeze.dims(x, dims) if dims else x
 
 
-def mean(x, dims=None, keepdim=False, dtype=None):
+def mean(x, dims=None, keepdim=False, dtype=None, *, signed=True):
     """Exact sum over the count; the division rounds once in binary32."""
-    return div(sum(x, dims, keepdim), count(x, dims), dtype=dtype)  # noqa: F821
+    return div(sum(x, dims, keepdim, signed=signed), count(x, dims), dtype=dtype)  # noqa: F821
 
 
 def amax(x, dims=None, keepdim=False):

@@ -65,7 +65,7 @@ def moments(x, dims, keepdim=False, correction=1):
     mean = sum(x) / n; d = x - mean; variance = sum(d d) / max(0, n - correction).
     """
     average = P.mean(x, dims, True)
-    squares = P.sum(P.square(P.sub(x, average)), dims, keepdim)
+    squares = P.sum(P.square(P.sub(x, average)), dims, keepdim, signed=False)
     free = torch.sym_max(P.count(x, dims) - (1 if correction is None else correction), 0)
     return P.div(squares, free), average if keepdim else P.squeeze(average, P.normal_dims(x, dims))
 
@@ -108,10 +108,10 @@ def vector_norm(x, order=2, dims=None, keepdim=False, *, dtype=None):
     if order == 0:
         return P.cast(aten.sum.dim_IntList(P.ne(x, 0.0, dtype=torch.bool), dims, keepdim), out)
     if order == 1:
-        return P.sum(P.abs(x), dims, keepdim, out)
+        return P.sum(P.abs(x), dims, keepdim, out, signed=False)
     if order == 2:
-        return P.sqrt(P.sum(P.square(x), dims, keepdim), dtype=out)
-    return P.pow(P.sum(P.pow(P.abs(x), order), dims, keepdim), 1.0 / order, dtype=out)
+        return P.sqrt(P.sum(P.square(x), dims, keepdim, signed=False), dtype=out)
+    return P.pow(P.sum(P.pow(P.abs(x), order), dims, keepdim, signed=False), 1.0 / order, dtype=out)
 
 
 @rule("aten.linalg__powsum.default", section="3")
@@ -119,7 +119,7 @@ def power_sum(x, order=2, dims=None, keepdim=False, *, dtype=None):
     """sum |x|^p, without the root."""
     x = converted(x, dtype)
     terms = P.square(x) if order == 2 else P.abs(x) if order == 1 else P.pow(P.abs(x), order)
-    return P.sum(terms, dims, keepdim, dtype or x.dtype)
+    return P.sum(terms, dims, keepdim, dtype or x.dtype, signed=False)
 
 
 @rule("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", section="3")
