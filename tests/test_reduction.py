@@ -278,3 +278,28 @@ def test_gradients_of_expanded_outputs_are_exact_sums():
     grad = torch.randn(44, 7)
     (expected,) = torch.autograd.grad(torch.compile(lambda v: v.unfold(0, 7, 1) * 1.0, backend=carbon)(v), v, grad)
     assert_bitwise(torch.autograd.grad(windows, v, grad)[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [768, 3000, 4096, 4097, 50257])
+def test_gpu_equals_cpu(n, dtype):
+    """Rows in registers, rows in loops, sums in parts and in int64, and columns cut into pieces."""
+
+    def every(x, w):
+        y = F.layer_norm(x, x.shape[-1:], w, w), F.rms_norm(x, x.shape[-1:], w), F.softmax(x, -1), F.log_softmax(x, -1)
+        return (*y, x.sum(1), x.sum(0), x.mean(), x.var(1), x.norm(dim=0), x.logsumexp(1))
+
+    x = (torch.randn(300, n) * torch.exp2(torch.randint(-30, 3, (300, 1)).float())).to(dtype)
+    x[1] *= 2.0**-110
+    x[2] = 3.0e38
+    special = x.clone()
+    special[0, 0] = math.inf
+    special[3, 5:7] = torch.tensor([math.inf, -math.inf])
+    special[4, 9] = math.nan
+    special[5, 1] = -math.inf
+    for inputs in ([x.requires_grad_(), torch.rand(n).to(dtype).requires_grad_()], [special, torch.rand(n).to(dtype)]):
+        want = compiled(every, inputs)
+        got = compiled(every, [t.detach().cuda().requires_grad_(t.requires_grad) for t in inputs])
+        for ours, theirs in zip(got, want, strict=True):
+            assert_bitwise([t.cpu() for t in ours], theirs)

@@ -146,7 +146,7 @@ CASES = {
 }
 
 
-def train(case, device, autocast=None, steps=STEPS, backend=carbon):
+def train(case, device, autocast=None, steps=STEPS, backend=carbon, step_backend=None):
     """Train a case and return {"weights", "optimizer", "loss"} as hashes (loss as hex)."""
     from carbon_compile import fingerprint
 
@@ -161,7 +161,7 @@ def train(case, device, autocast=None, steps=STEPS, backend=carbon):
             return loss_of(model, batch)
 
     forward = torch.compile(forward, backend=backend, fullgraph=True)
-    step = torch.compile(optimizer.step, backend=backend)
+    step = torch.compile(optimizer.step, backend=step_backend or backend)
     move = lambda b: tuple(t.to(device) for t in b) if isinstance(b, tuple) else b.to(device)  # noqa: E731
     torch.manual_seed(3)
     for batch in batches(steps):
