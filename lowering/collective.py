@@ -17,6 +17,7 @@ import torch
 import torch.distributed.fsdp  # noqa: F401  (registers FSDP2's operators)
 
 from ..templates import cut as templates
+from ..templates.matmul import exact_mm
 from . import prims as P
 from .matmul import define_product
 from .pointwise import LIBRARY
@@ -109,10 +110,6 @@ class Exchange:
         """Elementwise sum of integers."""
         return x if self.size == 1 else self._run(c10d.all_reduce, x.contiguous(), "sum")
 
-    def sum_rows(self, x):
-        """Elementwise sum of integers [size n, ...], of which rank r keeps rows r n to (r + 1) n."""
-        return x if self.size == 1 else self._run(c10d.reduce_scatter_tensor, x.contiguous(), "sum", self.size)
-
     def gather(self, x):
         """The tensors of all ranks, one behind the other."""
         return x if self.size == 1 else self._run(c10d.all_gather_into_tensor, x.contiguous(), self.size)
@@ -123,6 +120,10 @@ class Exchange:
             return x
         share = [x.shape[0] // self.size] * self.size
         return self._run(c10d.all_to_all_single, x.contiguous(), share, share)
+
+    def swap_words(self, x):
+        """`swap` of int16, which NCCL has no name for, as bytes."""
+        return self.swap(x.view(torch.uint8)).view(torch.int16)
 
 
 # --- sums and extremes of contributions ---------------------------------------------------------------
@@ -273,7 +274,7 @@ def _mm_cut(a, b, bias, window, balance, dtype, k, n, cut, group, size, shared):
     share and is gathered, with "contraction" each rank is left its share of the result's rows.
     """
     k = k or (0 if cut == "contraction" else a.shape[1])
-    whole = {"rows": f"[*, {k}] x [{k}, {b.shape[1]}]", "columns": f"[{a.shape[0]}, {k}] x [{k}, *]", "contraction": f"[{a.shape[0]}, *] x [*, {b.shape[1]}]"}
+    whole = {"rows": f"[*, {k}] x [{k}, {b.shape[1]}]", "columns": f"[{a.shape[0]}, {k}] x [{k}, *]", "contraction": f"[{a.shape[0]}, {k or '*'}] x [{k or '*'}, {b.shape[1]}]"}
     exchange = Exchange(f"product {whole[cut]} cut by {cut}, {balance} balance, window {window}, shared {shared}", group, a.device)
     if cut == "rows":
         return templates.multiply(a, b, bias, window, balance, dtype, k, templates.Exchanges(rows=exchange.max))
@@ -286,16 +287,11 @@ def _mm_cut(a, b, bias, window, balance, dtype, k, n, cut, group, size, shared):
 def _contract(a, b, bias, window, balance, dtype, k, exchange, shared):
     """The contraction is cut: each rank rounds its share of the rows, which are then gathered."""
     m = a.shape[0]
-    share = -(-m // exchange.size)
-    if shared and share * exchange.size != m:
+    if exchange.size == 1:  # where K = 1 has its own rule
+        return exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype)
+    if shared and m % exchange.size:
         raise ValueError(f"{m} rows can't be shared evenly by {exchange.size} ranks")
-    own = slice(exchange.rank * share, (exchange.rank + 1) * share)
-
-    def pad(x):
-        rest = share * exchange.size - m
-        return torch.cat((x, x.new_zeros((rest, *x.shape[1:])))) if rest else x
-
-    exchanges = templates.Exchanges(contraction=exchange.max, total=lambda t: exchange.sum_rows(pad(t)), own_rows=lambda e: pad(e)[own])
+    exchanges = templates.Exchanges(contraction=exchange.max, swap=exchange.swap_words, size=exchange.size, rank=exchange.rank)
     out = templates.multiply(a, b, bias, window, balance, dtype, k or templates.UNKNOWN, exchanges)
     return out if shared else exchange.gather(out)[:m]
 
