@@ -18,6 +18,7 @@ import torch.distributed.fsdp  # noqa: F401  (registers FSDP2's operators)
 
 from ..templates import cut as templates
 from ..templates.matmul import exact_mm
+from . import partial
 from . import prims as P
 from .matmul import define_product
 from .pointwise import LIBRARY
@@ -359,6 +360,8 @@ def _ruled(x, op):
         raise Refusal("CB501", f"{op} over ranks of {str(x.dtype).removeprefix('torch.')} has no rule; sum, avg, max and min have")
     if op in ("sum", "avg"):
         _check_sum(x)
+    if op == "sum" and partial.is_product(x):
+        raise Refusal("CB501", partial.REASON)
     return op
 
 

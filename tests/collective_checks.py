@@ -14,6 +14,7 @@ from carbon_compile.backend import carbon
 from carbon_compile.lowering import collective, cut, registry
 from carbon_compile.lowering import prims as P
 from carbon_compile.lowering.matmul import MM
+from tests.definition import eager_engine
 
 registry.load()
 
@@ -249,7 +250,6 @@ def tensor_parallel(rank, world, steps, kinds):
 
     import carbon_compile
     from tests import parallel_training as training
-    from tests.definition import eager_engine
 
     mesh, data, results = init_device_mesh("cpu", (world,)), training.batches(steps), {}
     for kind in kinds:
@@ -376,6 +376,61 @@ def partial_sums(rank, world):
     with carbon_compile.enable():
         eager = [code(case) for case in cases]
     return eager, [code(torch.compile(case, backend=carbon)) for case in cases[:1]]
+
+
+def partial_products(rank, world):
+    """{how a rank's part of a product is summed: whether that is refused with CB501}, eager and compiled; and
+    what must go on: {case: whether it has the expected bits}."""
+    import torch.distributed._functional_collectives as functional
+
+    import carbon_compile
+    from carbon_compile.diagnostics import Refused
+
+    group, own = dist.group.WORLD, chunk(4 * world, rank, world)
+    a, w, bias = wide(2 * world, 4 * world), wide(5, 4 * world, seed=1), wide(5, seed=2)
+    x, y = a[:, own], w[:, own]
+
+    def in_place(z):
+        dist.all_reduce(z)
+        return z
+
+    def added(z):
+        return functional.all_reduce(z, "sum", group)
+
+    eager = {
+        "in place": lambda: in_place(F.linear(x, y)),
+        "functional": lambda: added(x @ y.t()),
+        "cast": lambda: in_place(F.linear(x.bfloat16(), y.bfloat16()).float()),
+        "batched": lambda: in_place(F.linear(x.view(2, world, -1), y)),
+        "scattered": lambda: functional.reduce_scatter_tensor(F.linear(x, y), "sum", 0, group),
+        "joined": lambda: in_place(torch.cat([F.linear(x, y), x.new_zeros(1, 5)])),
+    }
+    compiled = {
+        "biased": lambda x: added(F.linear(x, y, bias)),
+        "used twice": lambda x: (z := F.linear(x, y), added(z)),
+        "cast": lambda x: added(F.linear(x.bfloat16(), y.bfloat16()).float()),
+        "other rows": lambda x: functional.reduce_scatter_tensor(F.linear(x, y).view(2, world, 5), "sum", 1, group),
+    }
+
+    def refused(run):
+        try:
+            run()
+        except Refused as error:
+            return [d.code for d in error.report.diagnostics] == ["CB501"]
+        return False
+
+    with carbon_compile.enable(seed=None):
+        found = {name: refused(run) for name, run in eager.items()}
+        # A weight's gradient is one of the rank's tokens, and what was computed from a product is no product.
+        rows = chunk(2 * world, rank, world)
+        weight = w.clone().requires_grad_()
+        F.linear(a[rows], weight).sum().backward()
+        gradients = [torch.empty_like(w) for _ in range(world)]
+        dist.all_gather(gradients, weight.grad)
+        fine = {"gradient": same(in_place(weight.grad), P.sum(torch.stack(gradients), [0])), "computed": refused(lambda: in_place(F.linear(x, y).relu())) is False}
+    with eager_engine():
+        found |= {f"compiled, {name}": refused(lambda run=run: torch.compile(run, backend=carbon)(x)) for name, run in compiled.items()}
+    return found, fine
 
 
 def optimizers_of_parts(rank, world):

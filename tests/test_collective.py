@@ -44,6 +44,12 @@ def test_partial_sums_of_dtensors_are_refused():
         assert eager == ["CB501", None, None] and compiled == ["CB501"]
 
 
+def test_products_that_ranks_have_rounded_are_not_summed():
+    for found, fine in ranks.run(checks.partial_products, 2):
+        assert found == dict.fromkeys(found, True) and len(found) == 10
+        assert fine == {"gradient": True, "computed": True}
+
+
 def test_ranks_that_disagree_all_say_so_and_go_on():
     for told, clean, after in ranks.run(checks.disagreement, 2):
         shapes, operations, types, seeds = (text for text, _ in told)
