@@ -149,7 +149,7 @@ class JointPass(host.custom_graph_pass()):
             for node in uninitialised_reads(graph):
                 judge.report.add(Diagnostic.of("CB609", node))
             for node in rounded_partials(graph):
-                judge.report.add(Diagnostic.of("CB501", node, partial.REASON))
+                judge.report.add(Diagnostic.of("CB501", node, partial.PRODUCT))
             rewritten = rewrite_joint(gm, judge)
         self.rows, region.stock = tuple(judge.rows), judge.stock
         self.collect()

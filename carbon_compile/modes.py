@@ -338,9 +338,7 @@ def _product(op, mode, args, kwargs):
 
 def _copied(plan, mode, args, kwargs):
     result = plan(mode, args, kwargs)
-    given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    if any(map(partial.is_product, given)):
-        partial.note(result)
+    partial.note_copy(result, args[0] if isinstance(args[0], (list, tuple)) else args[:1])
     return result
 
 

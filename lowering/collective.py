@@ -360,8 +360,8 @@ def _ruled(x, op):
         raise Refusal("CB501", f"{op} over ranks of {str(x.dtype).removeprefix('torch.')} has no rule; sum, avg, max and min have")
     if op in ("sum", "avg"):
         _check_sum(x)
-    if op == "sum" and partial.is_product(x):
-        raise Refusal("CB501", partial.REASON)
+    if reason := partial.objection(x, op):
+        raise Refusal("CB501", reason)
     return op
 
 
@@ -379,7 +379,10 @@ def all_reduce_coalesced(tensors, op, group):
 
 @rule("_c10d_functional.reduce_scatter_tensor.default", section="8", verdict="template")
 def reduce_scatter_tensor(x, op, size, group):
-    return REDUCE_SCATTER(x, _ruled(x, op), _group(group), size)
+    result = REDUCE_SCATTER(x, _ruled(x, op), _group(group), size)
+    if op in ("sum", "avg"):
+        partial.note(result, partial.STAGE)
+    return result
 
 
 @rule("_c10d_functional.reduce_scatter_tensor_coalesced.default", section="8", verdict="template")
@@ -427,6 +430,8 @@ def _reduced_into(targets, sources, group, op, reduce, root=None):
     for target, result in zip(targets, results, strict=True):
         if root is None or members.rank() == root:
             target.copy_(result.view_as(target))
+            if reduce is REDUCE_SCATTER and name in ("sum", "avg"):
+                partial.note(target, partial.STAGE)
     return _work(group, sources[0].device)
 
 

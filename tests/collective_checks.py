@@ -433,6 +433,37 @@ def partial_products(rank, world):
     return found, fine
 
 
+def arrangements(rank, world):
+    """What is said of ranks arranged in two dimensions where that has no exact form: {case: text}."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    import carbon_compile
+    from carbon_compile import parallel
+    from carbon_compile.data_parallel import LogicalShards
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+
+    def hsdp():
+        LogicalShards(fully_shard(torch.nn.Linear(4, 4), mesh=mesh), 4)
+
+    def hsdp_alone():
+        fully_shard(model := torch.nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(1, 4)).square().sum().backward()
+
+    def ddp_of_parts():
+        model = parallelize_module(torch.nn.Linear(4, 4), mesh["tp"], parallel.ColwiseParallel())
+        LogicalShards(DistributedDataParallel(model, process_group=mesh["dp"].get_group(), init_sync=False), 4)  # else DDP itself fails
+
+    def two_dimensions():
+        parallelize_module(torch.nn.Linear(4, 4), mesh, parallel.RowwiseParallel())
+
+    with carbon_compile.enable():
+        return {f.__name__: _raised(f)[0] for f in (hsdp, hsdp_alone, ddp_of_parts, two_dimensions)}
+
+
 def optimizers_of_parts(rank, world):
     """Names of the optimizers whose steps on a DTensor's parts differ from those on the whole."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh

@@ -50,6 +50,14 @@ def test_products_that_ranks_have_rounded_are_not_summed():
         assert fine == {"gradient": True, "computed": True}
 
 
+def test_arrangements_without_an_exact_form_name_a_way_out():
+    for told in ranks.run(checks.arrangements, 4):
+        assert told["hsdp"].startswith("NotImplementedError: HSDP") and "a mesh of one dimension" in told["hsdp"]
+        assert told["hsdp_alone"].startswith("Refused") and "CB501" in told["hsdp_alone"] and "in place of HSDP" in told["hsdp_alone"]
+        assert told["ddp_of_parts"].startswith("NotImplementedError") and 'group=mesh["dp"].get_group()' in told["ddp_of_parts"]
+        assert told["two_dimensions"] == 'ValueError: RowwiseParallel cuts over one dimension of a mesh, and this one has 2: give it mesh["dp"], mesh["tp"]'
+
+
 def test_ranks_that_disagree_all_say_so_and_go_on():
     for told, clean, after in ranks.run(checks.disagreement, 2):
         shapes, operations, types, seeds = (text for text, _ in told)
