@@ -171,9 +171,9 @@ class EagerComposites(TorchFunctionMode):
         out = kwargs.get("out")
         if "out" in kwargs:
             kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-        inside = current.with_autocast(None)
         try:
-            with policy.using(inside), composites.Composites(inside):
+            # Arguments are cast once; layers that are cut have a cast list of their own.
+            with policy.using(current), composites.Composites(current.with_autocast(None)):
                 result = replacement(*args, **kwargs)
         except registry.Refusal as refusal:
             self.session.refuse(refusal.code, refusal.reason, composites.resolve_name(function))

@@ -172,11 +172,33 @@ def eager(rank, world):
     return wrong
 
 
+def lowered(rank, world):
+    """Cut layers under autocast, beside whole ones: outputs and gradients."""
+    group, wrong = world_group(), []
+    x, u, w, table = wide(3, 8).clamp(-9, 9), wide(4 * world, 8, seed=1).clamp(-9, 9), wide(5, 4 * world, seed=2).clamp(-9, 9), wide(19, 8, seed=3)
+    own, classes, target = chunk(4 * world, rank, world), chunk(19, rank, world), torch.tensor([0, 18, 7])
+    norm = torch.ones(8)
+
+    def whole(x, u, w, table):
+        y = F.linear(F.linear(F.layer_norm(x, (8,), norm), u).relu(), w)
+        return y.float().sum() + F.cross_entropy(F.linear(x, table), target)
+
+    def cut_over_ranks(x, u, w, table):
+        y = cut.linear(cut.linear(F.layer_norm(x, (8,), norm), u, None, (4 * world, 8), "columns", group).relu(), w, None, (5, 4 * world), "contraction", group)
+        return y.float().sum() + cut.cross_entropy(cut.linear(x, table, None, (19, 8), "columns", group), target, 19, group)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        one, (dx, du, dw, dt) = _graded(whole, x, u, w, table, incoming=None)
+        many, (dx1, du1, dw1, dt1) = _graded(cut_over_ranks, x, u[own], w[:, own], table[classes], incoming=None)
+    pairs = {"loss": (many, one), "dx": (dx1, dx), "du": (du1, du[own]), "dw": (dw1, dw[:, own]), "dtable": (dt1, dt[classes])}
+    return wrong + [name for name, (ours, theirs) in pairs.items() if not same(ours, theirs)]
+
+
 def operators(rank, world):
     import carbon_compile
 
     with carbon_compile.enable(seed=None):  # the gradient of a bias is a sum
-        return {f.__name__: f(rank, world) for f in (sums, products, vocabulary, eager)}
+        return {f.__name__: f(rank, world) for f in (sums, products, vocabulary, eager, lowered)}
 
 
 # --- compiled ---------------------------------------------------------------------------------------------
