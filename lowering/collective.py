@@ -20,6 +20,7 @@ from ..templates import cut as templates
 from ..templates.matmul import exact_mm
 from . import partial
 from . import prims as P
+from .composites import NARROW
 from .matmul import define_product
 from .pointwise import LIBRARY
 from .registry import Refusal, keep, refuse, rule, template
@@ -136,12 +137,26 @@ def _padded(x, multiple):
     return torch.nn.functional.pad(x, (0, rest)) if rest else x
 
 
+_FLOATS = (torch.float32, *NARROW)
+
+
+def _sum_rows(x, dtype):
+    """Exact sum of x [L, n] over L: what `P.sum` computes, on a GPU by one kernel."""
+    if x.is_cuda and x.dtype in _FLOATS and dtype in _FLOATS:
+        from ..templates import sum_kernels
+
+        if 0 < x.shape[0] < sum_kernels.LIMIT:
+            with torch.cuda.device_of(x):  # Triton launches on the current device
+                return sum_kernels.sum_rows(x, dtype)
+    return P.sum(x, [0], dtype=dtype)
+
+
 def own_sum(x, exchange, dtype=torch.float32):
     """Contributions x [L, size n] of each rank to the slices of all: this rank's [n], summed exactly
     over contributions and ranks."""
     n = x.shape[1] // exchange.size
     mine = exchange.swap(x.reshape(x.shape[0], exchange.size, n).transpose(0, 1).contiguous())
-    return P.sum(mine.reshape(-1, n), [0], dtype=dtype)
+    return _sum_rows(mine.reshape(-1, n), dtype)
 
 
 def by_owner(x, exchange, dtype=torch.float32):
@@ -167,7 +182,7 @@ def by_totals(x, exchange, dtype=torch.float32, dims=(0,)):
 def exact_sum(x, exchange, dtype=torch.float32):
     """Exact sum of x [L, n] over L and ranks by the engine that moves fewer bytes."""
     if exchange.size == 1:
-        return P.sum(x, [0], dtype=dtype)
+        return _sum_rows(x, dtype)
     owner = x.shape[0] * x.element_size() + dtype.itemsize
     return (by_owner if owner < 2 * (4 + 8) else by_totals)(x, exchange, dtype)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from carbon_compile.templates import cut, launch, matmul
+from tests import interpreter
 
 
 def bits(x):
@@ -174,15 +175,7 @@ def cases():
 
 
 def interpreted():
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor, scope):  # numpy 2.4 no longer makes an integer of a one-element array
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_with_index
+    interpreter.patch()
     count = 0
     for case in cases():
         wrong = check(**case)
