@@ -13,7 +13,7 @@ turn; a turn lasts until the slowest rank has ended. Who works on one rank does 
 Bytes: what a rank has to send in a step at the least, agreements on what is done included, counted at PyTorch's functional collectives,
 through which eager and compiled contenders of both kinds go: of a tensor of S bytes on n ranks, 2 S
 (n - 1) / n for an all-reduce, S (n - 1) / n for an all-gather (of its result), a reduce-scatter and an
-all-to-all. One step is counted, after the clock has stopped.
+all-to-all. One step is counted, before those that are timed.
 
 All-reduces: an exact one sends as many bytes as a plain one, in two messages with a sum between
 them; messages and sum are timed alone as well, and the larger part is what bounds it.
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import functools
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ from bench.measure import Timing, first_line, wait
 
 HEAD, CLASSES = 64, 1024
 WARM_STEPS = 3  # the first compiles
+_BEGAN = time.monotonic()
 
 
 class Block(nn.Module):
@@ -85,15 +87,15 @@ def cut(model, mesh, exact):
     return model
 
 
-# (name, exact or not, cut over the ranks or whole on one, engine)
+# Exact or not, cut over the ranks or whole on one, engine; the first ones matter most if time is short.
 CONTENDERS = {
     "plain eager": (False, True, "eager"),
-    "plain compiled": (False, True, "inductor"),
-    "exact eager": (True, True, "eager"),
     "exact compiled": (True, True, "carbon"),
-    "plain compiled, one rank": (False, False, "inductor"),
-    "exact eager, one rank": (True, False, "eager"),
     "exact compiled, one rank": (True, False, "carbon"),
+    "plain compiled": (False, True, "inductor"),
+    "plain compiled, one rank": (False, False, "inductor"),
+    "exact eager": (True, True, "eager"),
+    "exact eager, one rank": (True, False, "eager"),
 }
 
 
@@ -197,8 +199,8 @@ def _bytes(x):
 # --- steps ------------------------------------------------------------------------------------------------
 
 
-def steps(options, mesh):
-    """A row for each contender."""
+def steps(options, mesh, save):
+    """A row for each contender; `save` gets what there is after each round."""
     generator = torch.Generator().manual_seed(1)
     heads = max(options.width // HEAD, dist.get_world_size())
     data = [torch.randint(0, CLASSES, (options.batch, options.length + 1), generator=generator).to(options.device) for _ in range(options.rounds + WARM_STEPS + 1)]
@@ -208,21 +210,33 @@ def steps(options, mesh):
     for name in CONTENDERS:
         if not any(text in name for text in options.select):
             continue
+        if not _in_time(options, 0.6):
+            say(f"{name}: left out, to time those before it")
+            continue
         contender = Contender(name, whole, mesh, options)
         contenders.append(contender)
         first = _turns(contender, data[:1])
         _turns(contender, data[1:WARM_STEPS])
         contender.first = first[0] if first else None
-        say(f"{name}: {contender.timing.error or 'warm'}")
-    for number, tokens in enumerate(data[WARM_STEPS:-1]):
-        turn = number % max(1, len(contenders))
-        for contender in contenders[turn:] + contenders[:turn]:
-            contender.timing.rounds += [1e3 * s for s in _turns(contender, [tokens])]
-    for contender in contenders:
         with Sent(options.device) as sent:
             _turns(contender, data[-1:])
         contender.sent, contender.messages = sent.bytes, sent.messages
+        say(f"{name}: {contender.timing.error or 'warm'}")
+    for number, tokens in enumerate(data[WARM_STEPS:-1]):
+        if number and not _in_time(options, 0.9):
+            break
+        turn = number % max(1, len(contenders))
+        for contender in contenders[turn:] + contenders[:turn]:
+            contender.timing.rounds += [1e3 * s for s in _turns(contender, [tokens])]
+        save([_step_row(contender, contenders) for contender in contenders])
     return [_step_row(contender, contenders) for contender in contenders]
+
+
+def _in_time(options, part):
+    """Whether less than this part of the time limit has gone, on rank 0: all ranks stop together."""
+    told = [time.monotonic() - _BEGAN < part * options.limit]
+    dist.broadcast_object_list(told, 0)
+    return told[0]
 
 
 def _turns(contender, data):
@@ -341,13 +355,18 @@ def work(options):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_float32_matmul_precision("highest")
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=options.limit))
-    result = {"about": about(options)}
-    mesh = init_device_mesh(options.device, (ranks,))
-    for name, measured in (("all-reduces", lambda: all_reduces(options)), ("steps", lambda: steps(options, mesh))):
-        result[name] = measured()
-        if rank == 0 and options.json:  # after each part: who is stopped keeps what there is
+    result = {"about": about(options), "all-reduces": [], "steps": []}
+
+    def save(name, rows):
+        """Who is stopped keeps what there is."""
+        result[name] = rows
+        if rank == 0 and options.json:
             with open(options.json, "w") as file:
                 json.dump(result, file, indent=1)
+
+    mesh = init_device_mesh(options.device, (ranks,))
+    save("all-reduces", all_reduces(options))
+    save("steps", steps(options, mesh, functools.partial(save, "steps")))
     if rank == 0:
         found = result["about"]
         print(f"{found['card']} x {ranks}, torch {found['torch']}, Triton {found['triton']}, {'NCCL ' + found['nccl'] if 'nccl' in found else 'Gloo'}")
