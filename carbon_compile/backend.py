@@ -26,10 +26,10 @@ from .judge import (
     without_echoes,
 )
 from .location import lines
-from .lowering import composites, optimizer, pointwise, registry
+from .lowering import composites, optimizer, partial, pointwise, registry
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
-from .recognise import cut_products
+from .recognise import cut_products, rounded_partials
 from .rewrite import (
     ambient_policy,
     copy_expanded_outputs,
@@ -148,6 +148,8 @@ class JointPass(host.custom_graph_pass()):
         with logged("judge and rewrite"):
             for node in uninitialised_reads(graph):
                 judge.report.add(Diagnostic.of("CB609", node))
+            for node in rounded_partials(graph):
+                judge.report.add(Diagnostic.of("CB501", node, partial.PRODUCT))
             rewritten = rewrite_joint(gm, judge)
         self.rows, region.stock = tuple(judge.rows), judge.stock
         self.collect()

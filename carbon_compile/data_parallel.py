@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from . import host
+from .lowering import partial, registry
 from .lowering import prims as P
-from .lowering import registry
 
 registry.load()
 
@@ -103,6 +104,7 @@ class ExactReduceScatter:
             return
         contributions, self.kept = torch.cat(self.kept), []
         output_tensor.copy_(_shard_sum(contributions, _Alone(), len(contributions), reduction))
+        partial.note(output_tensor, partial.STAGE)
 
 
 class LogicalShards:
@@ -113,7 +115,8 @@ class LogicalShards:
     group: the process group whose ranks share the batch; by default the wrapper's, or all ranks, or
     this process alone. reduction: "mean" or "sum" over shards, of gradients and losses.
 
-    Raises ValueError where the ranks do not divide the shards.
+    Raises ValueError where the ranks do not divide the shards, and NotImplementedError for HSDP and for
+    DistributedDataParallel of parameters that ranks cut.
     """
 
     def __init__(self, model, count, *, group=None, reduction="mean"):
@@ -122,6 +125,7 @@ class LogicalShards:
         self.model, self.count, self.reduction = model, count, reduction
         self.ddp = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
         self.fsdp = [m for m in model.modules() if hasattr(m, "set_custom_reduce_scatter")]
+        self._check_wrapper()
         self.group = group if group is not None else self._own_group()
         self.kept, self.last, self.step_in_progress = [], False, False
         alone = self.group is None and not dist.is_initialized()
@@ -137,6 +141,18 @@ class LogicalShards:
             return self.ddp.process_group
         mesh = next((p.device_mesh for m in self.fsdp for p in m.parameters() if isinstance(p, DTensor)), None)
         return None if mesh is None else mesh.get_group(0)
+
+    def _check_wrapper(self):
+        if any(map(host.replicates_shards, self.fsdp)):
+            raise NotImplementedError(
+                "HSDP adds in two stages and rounds between them, so the bits would belong to how the ranks are arranged: "
+                "give fully_shard a mesh of one dimension with all ranks that share the batch"
+            )
+        if self.ddp is not None and any(isinstance(p, DTensor) for p in self.model.parameters()):
+            raise NotImplementedError(
+                "DistributedDataParallel takes no parameters that ranks cut: give LogicalShards the bare module and the data-parallel group, "
+                'LogicalShards(module, count, group=mesh["dp"].get_group()), or wrap it with fully_shard(module, mesh=mesh["dp"])'
+            )
 
     def _check_fused(self):
         for name, module in self.model.named_modules():

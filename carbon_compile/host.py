@@ -553,6 +553,16 @@ def communication_hooks(ddp):
     return [hook for hook, _ in ddp._comm_hooks]
 
 
+def replicates_shards(module):
+    """Whether an FSDP2 module is HSDP: sharded over one dimension of its mesh, replicated over another."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # 2.11 has one
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return any(group is not None and isinstance(group.mesh_info, HSDPMeshInfo) for group in groups)
+
+
 def handle_dtensors(op, handler):
     """Let `handler(op, args, kwargs)` run an operator that is given DTensors."""
     from torch.distributed.tensor import DTensor

@@ -22,7 +22,7 @@ from . import dynamo, escapes, host
 from .diagnostics import Diagnostic, Refused, Report
 from .judge import dtype_misfit, refusal_code
 from .location import user_frame
-from .lowering import composites, policy, registry
+from .lowering import composites, partial, policy, registry
 from .lowering import random as draws
 from .runlog import LOG
 from .verify import is_carbon
@@ -41,6 +41,7 @@ _cudnn_rnn_flatten_weight.default _reshape_copy.default _reshape_alias_copy.defa
 """
 _KEPT = {op for op in (registry.overload(f"aten.{name}") for name in BOOKKEEPING.split()) if op is not None}
 
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.cat.default}
 _RESIZE = torch.ops.aten.resize_.default
 _FRESH = {
     op
@@ -170,9 +171,9 @@ class EagerComposites(TorchFunctionMode):
         out = kwargs.get("out")
         if "out" in kwargs:
             kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-        inside = current.with_autocast(None)
         try:
-            with policy.using(inside), composites.Composites(inside):
+            # Arguments are cast once; layers that are cut have a cast list of their own.
+            with policy.using(current), composites.Composites(current.with_autocast(None)):
                 result = replacement(*args, **kwargs)
         except registry.Refusal as refusal:
             self.session.refuse(refusal.code, refusal.reason, composites.resolve_name(function))
@@ -297,6 +298,14 @@ def plan(op):
         return functools.partial(_by, _allclose)
     if op in _FRESH:
         return functools.partial(_filled, op)
+    if str(op) == "carbon.mm.default":
+        return functools.partial(_product, op)
+    if op in _COPIES:
+        return functools.partial(_copied, _plan(op))
+    return _plan(op)
+
+
+def _plan(op):
     if op in _KEPT or op in registry.TEMPLATES or op.namespace == "profiler" or _moves_over_ranks(op):
         return lambda mode, args, kwargs: op(*args, **kwargs)
     rule = registry.load().get(op)
@@ -318,6 +327,19 @@ def _key(mode, args, kwargs):
     if torch.device(kwargs["device"]).type == "meta":
         return torch.empty(2, dtype=torch.int64, device="meta")
     return draws.draw_keys(1, generator=mode.generator, **kwargs)[0]
+
+
+def _product(op, mode, args, kwargs):
+    result = op(*args, **kwargs)
+    if args[2] is None and args[4] == "weight":
+        partial.note(result)
+    return result
+
+
+def _copied(plan, mode, args, kwargs):
+    result = plan(mode, args, kwargs)
+    partial.note_copy(result, args[0] if isinstance(args[0], (list, tuple)) else args[:1])
+    return result
 
 
 def _filled(op, mode, args, kwargs):

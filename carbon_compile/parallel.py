@@ -105,7 +105,15 @@ def _become(module, kind, mesh, shared, whole=None):
     return module.adopt(mesh, shared, whole)
 
 
-class ColwiseParallel(ParallelStyle):
+class _Style(ParallelStyle):
+    def _apply(self, module, device_mesh):
+        if device_mesh.ndim != 1:
+            names = ", ".join(f'mesh["{name}"]' for name in device_mesh.mesh_dim_names or ()) or "a slice of it"
+            raise ValueError(f"{type(self).__name__} cuts over one dimension of a mesh, and this one has {device_mesh.ndim}: give it {names}")
+        return self._cut(module, device_mesh)
+
+
+class ColwiseParallel(_Style):
     """nn.Linear cut by output features, as `torch.distributed.tensor.parallel.ColwiseParallel`.
 
     input_layouts: Replicate() or, where ranks share the sequence, Shard(dim). output_layouts: Shard(-1),
@@ -118,7 +126,7 @@ class ColwiseParallel(ParallelStyle):
         self.shared = _shared_dim(input_layouts or Replicate(), "ColwiseParallel")
         self.gathers, self.parts = isinstance(output_layouts, Replicate), parts
 
-    def _apply(self, module, device_mesh):
+    def _cut(self, module, device_mesh):
         if not isinstance(module, nn.Linear):
             raise NotImplementedError(f"ColwiseParallel takes nn.Linear, not {type(module).__name__}")
         whole = (module.out_features, module.in_features)
@@ -131,7 +139,7 @@ class ColwiseParallel(ParallelStyle):
         return module
 
 
-class RowwiseParallel(ParallelStyle):
+class RowwiseParallel(_Style):
     """nn.Linear cut by input features, or nn.Embedding by its table, as PyTorch's RowwiseParallel.
 
     output_layouts: Replicate(), the default, or Shard(dim) where ranks share the sequence afterwards.
@@ -141,7 +149,7 @@ class RowwiseParallel(ParallelStyle):
         super().__init__()
         self.shared = _shared_dim(output_layouts or Replicate(), "RowwiseParallel")
 
-    def _apply(self, module, device_mesh):
+    def _cut(self, module, device_mesh):
         if isinstance(module, nn.Linear):
             _distribute(module, "weight", device_mesh, 1)
             return _become(module, RowLinear, device_mesh, self.shared, (module.out_features, module.in_features))
@@ -153,21 +161,21 @@ class RowwiseParallel(ParallelStyle):
         raise NotImplementedError(f"RowwiseParallel takes nn.Linear or nn.Embedding, not {type(module).__name__}")
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(_Style):
     """nn.LayerNorm, nn.RMSNorm or nn.Dropout where ranks share the sequence, as PyTorch's style."""
 
     def __init__(self, *, sequence_dim=1):
         super().__init__()
         self.dim = sequence_dim
 
-    def _apply(self, module, device_mesh):
+    def _cut(self, module, device_mesh):
         for plain, kind in ((nn.LayerNorm, SharedLayerNorm), (nn.RMSNorm, SharedRMSNorm), (nn.Dropout, SharedDropout)):
             if isinstance(module, plain):
                 return _become(module, kind, device_mesh, self.dim)
         raise NotImplementedError(f"SequenceParallel takes nn.LayerNorm, nn.RMSNorm or nn.Dropout, not {type(module).__name__}")
 
 
-class SharedSequence(ParallelStyle):
+class SharedSequence(_Style):
     """A module in which ranks share the sequence: its input is cut along `sequence_dim`, its output
     gathered. PyTorch spells this PrepareModuleInputOutput."""
 
@@ -175,14 +183,14 @@ class SharedSequence(ParallelStyle):
         super().__init__()
         self.dim = sequence_dim
 
-    def _apply(self, module, device_mesh):
+    def _cut(self, module, device_mesh):
         dim = self.dim
         module.register_forward_pre_hook(lambda module, inputs: (share(inputs[0], device_mesh, dim), *inputs[1:]))
         module.register_forward_hook(lambda module, inputs, output: unshare(output, device_mesh, dim))
         return module
 
 
-class CutDropout(ParallelStyle):
+class CutDropout(_Style):
     """nn.Dropout of a tensor that is cut along `dim`, of `whole` elements there on all ranks together:
     between ColwiseParallel and RowwiseParallel, say."""
 
@@ -190,7 +198,7 @@ class CutDropout(ParallelStyle):
         super().__init__()
         self.whole, self.dim = whole, dim
 
-    def _apply(self, module, device_mesh):
+    def _cut(self, module, device_mesh):
         return _become(module, SharedDropout, device_mesh, self.dim, self.whole)
 
 

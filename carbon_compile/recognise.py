@@ -8,6 +8,8 @@ of that weight (the layer's own, its input gradient, its weight gradient) follow
 maxima that their balance takes over the whole.
 """
 
+import operator
+
 import torch
 
 from .lowering.collective import MM_CUT, _group, c10d, process_group
@@ -16,6 +18,8 @@ MM = torch.ops.carbon.mm.default
 _aten = torch.ops.aten
 _SHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.clone.default}
 _VIEWS = _SHAPES | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.detach.default}
+_MOVES = _VIEWS | {_aten.cat.default, _aten.slice.Tensor, _aten.split.Tensor, _aten._to_copy.default, torch.ops.prims.convert_element_type.default, operator.getitem}
+_SUMS = {c10d.all_reduce.default, c10d.reduce_scatter_tensor.default}
 
 
 def cut_products(graph):
@@ -43,6 +47,29 @@ def _product_behind(node, shapes):
         return None
     bias, balance = node.args[2], node.args[4]
     return node if bias is None and balance == "weight" else None
+
+
+def rounded_partials(graph):
+    """The sums over ranks, left by `cut_products`, that add parts of a product which ranks have rounded."""
+    for node in graph.nodes:
+        if node.target in _SUMS and node.args[1] == "sum" and _shows_product(node.args[0]):
+            yield node
+
+
+def _shows_product(node):
+    """Whether nothing but moves, copies and casts is between `node` and a product other than a weight's
+    gradient, whose sum over ranks is that of their tokens."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is MM and node.args[4] == "weight":
+            return True
+        if node.target in _MOVES:
+            waiting += node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    return False
 
 
 def _base(node):

@@ -17,7 +17,10 @@ import torch
 import torch.distributed.fsdp  # noqa: F401  (registers FSDP2's operators)
 
 from ..templates import cut as templates
+from ..templates.matmul import exact_mm
+from . import partial
 from . import prims as P
+from .composites import NARROW
 from .matmul import define_product
 from .pointwise import LIBRARY
 from .registry import Refusal, keep, refuse, rule, template
@@ -109,10 +112,6 @@ class Exchange:
         """Elementwise sum of integers."""
         return x if self.size == 1 else self._run(c10d.all_reduce, x.contiguous(), "sum")
 
-    def sum_rows(self, x):
-        """Elementwise sum of integers [size n, ...], of which rank r keeps rows r n to (r + 1) n."""
-        return x if self.size == 1 else self._run(c10d.reduce_scatter_tensor, x.contiguous(), "sum", self.size)
-
     def gather(self, x):
         """The tensors of all ranks, one behind the other."""
         return x if self.size == 1 else self._run(c10d.all_gather_into_tensor, x.contiguous(), self.size)
@@ -124,6 +123,10 @@ class Exchange:
         share = [x.shape[0] // self.size] * self.size
         return self._run(c10d.all_to_all_single, x.contiguous(), share, share)
 
+    def swap_words(self, x):
+        """`swap` of int16, which NCCL has no name for, as bytes."""
+        return self.swap(x.view(torch.uint8)).view(torch.int16)
+
 
 # --- sums and extremes of contributions ---------------------------------------------------------------
 
@@ -134,12 +137,26 @@ def _padded(x, multiple):
     return torch.nn.functional.pad(x, (0, rest)) if rest else x
 
 
+_FLOATS = (torch.float32, *NARROW)
+
+
+def _sum_rows(x, dtype):
+    """Exact sum of x [L, n] over L: what `P.sum` computes, on a GPU by one kernel."""
+    if x.is_cuda and x.dtype in _FLOATS and dtype in _FLOATS:
+        from ..templates import sum_kernels
+
+        if 0 < x.shape[0] < sum_kernels.LIMIT:
+            with torch.cuda.device_of(x):  # Triton launches on the current device
+                return sum_kernels.sum_rows(x, dtype)
+    return P.sum(x, [0], dtype=dtype)
+
+
 def own_sum(x, exchange, dtype=torch.float32):
     """Contributions x [L, size n] of each rank to the slices of all: this rank's [n], summed exactly
     over contributions and ranks."""
     n = x.shape[1] // exchange.size
     mine = exchange.swap(x.reshape(x.shape[0], exchange.size, n).transpose(0, 1).contiguous())
-    return P.sum(mine.reshape(-1, n), [0], dtype=dtype)
+    return _sum_rows(mine.reshape(-1, n), dtype)
 
 
 def by_owner(x, exchange, dtype=torch.float32):
@@ -165,7 +182,7 @@ def by_totals(x, exchange, dtype=torch.float32, dims=(0,)):
 def exact_sum(x, exchange, dtype=torch.float32):
     """Exact sum of x [L, n] over L and ranks by the engine that moves fewer bytes."""
     if exchange.size == 1:
-        return P.sum(x, [0], dtype=dtype)
+        return _sum_rows(x, dtype)
     owner = x.shape[0] * x.element_size() + dtype.itemsize
     return (by_owner if owner < 2 * (4 + 8) else by_totals)(x, exchange, dtype)
 
@@ -273,7 +290,7 @@ def _mm_cut(a, b, bias, window, balance, dtype, k, n, cut, group, size, shared):
     share and is gathered, with "contraction" each rank is left its share of the result's rows.
     """
     k = k or (0 if cut == "contraction" else a.shape[1])
-    whole = {"rows": f"[*, {k}] x [{k}, {b.shape[1]}]", "columns": f"[{a.shape[0]}, {k}] x [{k}, *]", "contraction": f"[{a.shape[0]}, *] x [*, {b.shape[1]}]"}
+    whole = {"rows": f"[*, {k}] x [{k}, {b.shape[1]}]", "columns": f"[{a.shape[0]}, {k}] x [{k}, *]", "contraction": f"[{a.shape[0]}, {k or '*'}] x [{k or '*'}, {b.shape[1]}]"}
     exchange = Exchange(f"product {whole[cut]} cut by {cut}, {balance} balance, window {window}, shared {shared}", group, a.device)
     if cut == "rows":
         return templates.multiply(a, b, bias, window, balance, dtype, k, templates.Exchanges(rows=exchange.max))
@@ -286,16 +303,11 @@ def _mm_cut(a, b, bias, window, balance, dtype, k, n, cut, group, size, shared):
 def _contract(a, b, bias, window, balance, dtype, k, exchange, shared):
     """The contraction is cut: each rank rounds its share of the rows, which are then gathered."""
     m = a.shape[0]
-    share = -(-m // exchange.size)
-    if shared and share * exchange.size != m:
+    if exchange.size == 1:  # where K = 1 has its own rule
+        return exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype)
+    if shared and m % exchange.size:
         raise ValueError(f"{m} rows can't be shared evenly by {exchange.size} ranks")
-    own = slice(exchange.rank * share, (exchange.rank + 1) * share)
-
-    def pad(x):
-        rest = share * exchange.size - m
-        return torch.cat((x, x.new_zeros((rest, *x.shape[1:])))) if rest else x
-
-    exchanges = templates.Exchanges(contraction=exchange.max, total=lambda t: exchange.sum_rows(pad(t)), own_rows=lambda e: pad(e)[own])
+    exchanges = templates.Exchanges(contraction=exchange.max, swap=exchange.swap_words, size=exchange.size, rank=exchange.rank)
     out = templates.multiply(a, b, bias, window, balance, dtype, k or templates.UNKNOWN, exchanges)
     return out if shared else exchange.gather(out)[:m]
 
@@ -363,6 +375,8 @@ def _ruled(x, op):
         raise Refusal("CB501", f"{op} over ranks of {str(x.dtype).removeprefix('torch.')} has no rule; sum, avg, max and min have")
     if op in ("sum", "avg"):
         _check_sum(x)
+    if reason := partial.objection(x, op):
+        raise Refusal("CB501", reason)
     return op
 
 
@@ -380,7 +394,10 @@ def all_reduce_coalesced(tensors, op, group):
 
 @rule("_c10d_functional.reduce_scatter_tensor.default", section="8", verdict="template")
 def reduce_scatter_tensor(x, op, size, group):
-    return REDUCE_SCATTER(x, _ruled(x, op), _group(group), size)
+    result = REDUCE_SCATTER(x, _ruled(x, op), _group(group), size)
+    if op in ("sum", "avg"):
+        partial.note(result, partial.STAGE)
+    return result
 
 
 @rule("_c10d_functional.reduce_scatter_tensor_coalesced.default", section="8", verdict="template")
@@ -428,6 +445,8 @@ def _reduced_into(targets, sources, group, op, reduce, root=None):
     for target, result in zip(targets, results, strict=True):
         if root is None or members.rank() == root:
             target.copy_(result.view_as(target))
+            if reduce is REDUCE_SCATTER and name in ("sum", "avg"):
+                partial.note(target, partial.STAGE)
     return _work(group, sources[0].device)
 
 

@@ -24,6 +24,7 @@ SPAN_LIMIT = {16: 65408, 24: 43520}
 WORD_LIMIT = {16: 1 << 33, 24: 1 << 17}
 
 FINISH_TILE = (8, 256)
+WORDS_BLOCK = 1024
 
 
 @dataclass(frozen=True)

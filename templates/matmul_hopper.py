@@ -25,6 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carbon_compile.templates.matmul_kernels import _emit
 
+# Triton 3.9 has another name for it, and keeps the old one only to say so.
+_load_to_shared = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+
 
 @gluon.jit
 def _pairs(level, D: gl.constexpr):
@@ -47,10 +50,8 @@ def _load_levels(
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             bar = full.index(slot)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(slot))
-            tma.async_copy_global_to_shared(
-                b, [(level - i) * b_plane + b_row, k], bar, sb.index(slot)
-            )
+            _load_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(slot))
+            _load_to_shared(b, [(level - i) * b_plane + b_row, k], bar, sb.index(slot))
             count += 1
     return count
 
@@ -101,8 +102,8 @@ def _load_joint(
             mbarrier.expect(bar, (D - first) * (a.block_type.nbytes + b.block_type.nbytes))
             for i in gl.static_range(first, D):
                 at = slot * D + i
-                tma.async_copy_global_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(at))
-                tma.async_copy_global_to_shared(b, [i * b_plane + b_row, k], bar, sb.index(at))
+                _load_to_shared(a, [i * a_plane + a_row, k], bar, sa.index(at))
+                _load_to_shared(b, [i * b_plane + b_row, k], bar, sb.index(at))
             count += 1
     return count
 

@@ -224,12 +224,25 @@ def _joint(
 
 
 @triton.jit
+def _store_words(high, low, pointers, plane, mask, WORDS: tl.constexpr):
+    """high 2^32 + low, 0 <= low < 2^32, as WORDS words of 16 bits, the lowest first."""
+    for i in tl.static_range(WORDS):
+        if i < 2:
+            word = low >> (16 * i)
+        else:
+            word = high >> (16 * (i - 2))
+        tl.store(pointers, word.to(tl.int16), mask=mask)
+        pointers += plane
+
+
+@triton.jit
 def _emit(
     top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
     out_m, out_n, bias_m, bias_n, has_bias,
     D: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Store results, or add totals to memory."""
+    """Store results (WORDS = 0), add totals to WORDS int64 words in memory, or store each as -WORDS
+    words of 16 bits, the lowest first."""
     total = (top.to(tl.int64) << (16 * (D - 1))) | (low.to(tl.int64) & 0xFFFFFFFF)
     if WORDS == 0:
         ea = tl.load(ea_ptr + m, mask=m < M, other=0)
@@ -239,7 +252,9 @@ def _emit(
     else:
         pointers = total_ptr + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
         mask = (m < M)[:, None] & (n < N)[None, :]
-        if WORDS == 1:
+        if WORDS < 0:
+            _store_words(total >> 32, total & 0xFFFFFFFF, pointers, total_plane, mask, -WORDS)
+        elif WORDS == 1:
             tl.atomic_add(pointers, total, mask=mask, sem="relaxed")
         else:
             tl.atomic_add(pointers, total & 0xFFFFFFFF, mask=mask, sem="relaxed")
@@ -257,8 +272,9 @@ def gemm_kernel(
 ):  # fmt: skip
     """One output tile over one span of the contraction.
 
-    WORDS = 0: the span is all of it, and the result is stored. Else the tile's total is added to
-    one or two int64 words in memory, for `finish_kernel`.
+    WORDS = 0: the span is all of it, and the result is stored; -WORDS > 0: the total, as words of 16
+    bits. Else the tile's total is added to one or two int64 words in memory, for `finish_kernel`
+    or `words_kernel`.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -358,6 +374,56 @@ def finish_kernel(
     )
 
 
+@triton.jit
+def words_kernel(
+    words_ptr, total_ptr, elements, per_slice, total_plane, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Totals of WORDS int64 words in memory as KEPT words of 16 bits, plane after plane in each slice."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < elements
+    low = tl.load(total_ptr + i, mask=mask, other=0)
+    high = low >> 32
+    if WORDS == 2:
+        high += tl.load(total_ptr + total_plane + i, mask=mask, other=0)
+    pointers = words_ptr + (i // per_slice) * (KEPT * per_slice) + i % per_slice
+    _store_words(high, low & 0xFFFFFFFF, pointers, per_slice, mask, KEPT)
+
+
+@triton.jit(do_not_specialize=["has_bias"])
+def finish_words_kernel(
+    out_ptr, words_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, ranks, slice_size, plane, bias_m, bias_n, has_bias,
+    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Results [M, N] from the totals of all ranks, each WORDS words of 16 bits an element."""
+    tiles_n = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    m = (pid // tiles_n) * BM + tl.arange(0, BM)
+    n = (pid % tiles_n) * BN + tl.arange(0, BN)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    offset = m.to(tl.int64)[:, None] * N + n.to(tl.int64)[None, :]
+    high = tl.zeros((BM, BN), tl.int64)
+    low = tl.zeros((BM, BN), tl.int64)
+    for rank in range(0, ranks):
+        words = words_ptr + tl.cast(rank, tl.int64) * slice_size + offset
+        for i in tl.static_range(WORDS):
+            word = tl.load(words, mask=mask, other=0).to(tl.int64)
+            if i < WORDS - 1:  # the highest has the sign
+                word = word & 0xFFFF
+            if i < 2:
+                low += word << (16 * i)
+            else:
+                high += word << (16 * (i - 2))
+            words += plane
+    ea = tl.load(ea_ptr + m, mask=m < M, other=0)
+    eb = tl.load(eb_ptr + n, mask=n < N, other=0)
+    _store_result(
+        _rounded_words(high, low), ea, eb, out_ptr, bias_ptr, m, n, M, N, N, 1,
+        bias_m, bias_n, has_bias, BIAS,
+    )  # fmt: skip
+
+
 def quantize_operands(
     recipe: Recipe, a: Tensor, b: Tensor, window: int, balance: str
 ) -> tuple[Digits, Digits]:
@@ -395,9 +461,13 @@ def prepare(
 
 def multiply_digits(
     recipe: Recipe, qa: Digits, qb: Digits, window: int, batch: int,
-    bias_strides: tuple[int, int, int] | None, plan: launch.Plan,
+    bias_strides: tuple[int, int, int] | None, plan: launch.Plan, words: tuple[Block, int] | None = None,
 ) -> None:  # fmt: skip
-    """The product of quantised operands into the contiguous result [..., M, N]."""
+    """The product of quantised operands into the contiguous result [..., M, N].
+
+    `words`: instead of results their exact totals, into a block of int16 [batch, count, M, N], as
+    `count` words of 16 bits, the lowest first; a count that holds them is the caller's affair.
+    """
     m, n = qa.rows, qb.rows
     elements = batch * m * n
     strides, has_bias = (m * n, n, 1), bias_strides is not None
@@ -411,6 +481,10 @@ def multiply_digits(
     planes = DIGITS[window]
     out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
     total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
+    total_plane, kept = elements, plan.words
+    if words and not plan.words:
+        total, total_plane, kept = words[0], m * n, -words[1]
+        strides = (words[1] * m * n, *strides[1:])
     a_batch, b_batch = (m if qa.all_rows > m else 0), (n if qb.all_rows > n else 0)
     splits = triton.cdiv(qa.padded, plan.span)
     grid = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * splits * batch
@@ -422,11 +496,11 @@ def multiply_digits(
         ]
     arguments = (
         *operands, out, total, bias, qa.exponents, qb.exponents,
-        m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, elements,
+        m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, total_plane,
         *strides, *bias_strides, int(has_bias),
     )  # fmt: skip
     constants = dict(
-        D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=plan.words,
+        D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=kept,
         JOINT=plan.joint, BIAS=along, **launch.STRICT,
     )  # fmt: skip
     if plan.specialised:
@@ -443,7 +517,13 @@ def multiply_digits(
             gemm_kernel, grid, *arguments, **constants, TMA=plan.tma, BF16=plan.engine == "bf16",
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
-    if plan.words:
+    if plan.words and words:
+        recipe.launch(
+            words_kernel, triton.cdiv(elements, launch.WORDS_BLOCK),
+            words[0], total, elements, m * n, elements, BLOCK=launch.WORDS_BLOCK, WORDS=plan.words,
+            KEPT=words[1], num_warps=4, **launch.STRICT,
+        )  # fmt: skip
+    elif plan.words:
         bm, bn = launch.FINISH_TILE
         if plan.swap:
             bm, bn = bn, bm

@@ -18,8 +18,9 @@ from triton import knobs
 from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Buffers: the caller's operands and bias, the result, scratch, and scratch that starts as zeros.
-A, B, BIAS, OUT, WORK, ZEROS = range(6)
+# Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, and what
+# a cut product has from other ranks.
+A, B, BIAS, OUT, WORK, ZEROS, RECEIVED = range(7)
 
 _ALIGNMENT = 256  # of blocks within scratch: more than TMA or any vector load asks for
 # Launchers whose arguments were compared with `CompiledKernel.run`'s; others take the ordinary path.
@@ -80,7 +81,7 @@ class Recipe:
         self.quantising = 0  # how many of them make digits
         self.plan = None  # of the rest
         self.sizes = {WORK: 0, ZEROS: 0}
-        self._compiled: list[tuple] | None = None
+        self._compiled: dict[int, tuple] = {}  # by the number of the launch
 
     def reserve(self, length: int, dtype: torch.dtype, zeros: bool = False) -> Block:
         """A new block of scratch."""
@@ -102,13 +103,12 @@ class Recipe:
 
     def run(self, buffers: Sequence[Tensor | None], launches: slice = slice(None)) -> None:
         """The ordinary way: through Triton, on views of the buffers."""
-        compiled = []
-        for step in self.launches[launches]:
+        for number in range(len(self.launches))[launches]:
+            step = self.launches[number]
             arguments = [_tensors(buffers, argument) for argument in step.arguments]
             kernel = step.kernel[(step.grid,)](*arguments, **step.constants)
-            compiled.append((step, kernel))
-        if launches == slice(None) and triton.__version__.startswith(_REPLAYS):
-            self._compiled = [_compiled(*pair) for pair in compiled if pair[1] is not None]
+            if kernel is not None and triton.__version__.startswith(_REPLAYS):
+                self._compiled[number] = _compiled(step, kernel)
 
     def warm(self, types: Sequence[torch.dtype | None]) -> None:
         """Compile the launches, for aligned buffers of these types; within Triton's
@@ -120,11 +120,12 @@ class Recipe:
     @property
     def replays(self) -> bool:
         """Whether `replay` may take the place of `run`."""
-        return self._compiled is not None and len(self._compiled) == len(self.launches)
+        return len(self._compiled) == len(self.launches)
 
     def replay(self, pointers: Sequence[int], stream: int, launches: slice = slice(None)) -> None:
         """The launches of the first `run` again, on other addresses of the same alignment."""
-        for run, grid, function, metadata, fixed, moving in self._compiled[launches]:
+        for number in range(len(self.launches))[launches]:
+            run, grid, function, metadata, fixed, moving = self._compiled[number]
             arguments = fixed.copy()
             for i, buffer, offset, shape in moving:
                 pointer = pointers[buffer] + offset

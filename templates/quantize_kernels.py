@@ -429,12 +429,55 @@ def tokens_kernel(
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
     second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
-    gap = tl.where(second == 0, _ZERO, _exponents(second, 0))
-    gap -= tl.where(first == 0, _ZERO, _exponents(first, 0))
-    d = (gap + tl.where(gap < 0, 1, 0)) >> 1  # toward zero
+    d = _between(first, second)
     tl.store(d_ptr + k, d, mask=k < K)
     _raise_exponents(a_ptr, a_largest, d, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
     _raise_exponents(b_ptr, b_largest, -d, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
+
+
+@triton.jit
+def balance_kernel(
+    first_ptr, second_ptr, d_ptr, K, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The balance d of contraction indices from the bits of their maxima in both operands, or, of a
+    weight, in the second alone."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if GRADIENT:
+        first = tl.load(first_ptr + k, mask=k < K, other=0)
+        second = tl.load(second_ptr + k, mask=k < K, other=0)
+        d = _between(first, second)
+    else:
+        d = _weights(second_ptr, k, K)
+    tl.store(d_ptr + k, d, mask=k < K)
+
+
+@triton.jit
+def _between(first, second):
+    """The balance of a gradient's token; see `quantize.between`."""
+    gap = tl.where(second == 0, _ZERO, _exponents(second, 0))
+    gap -= tl.where(first == 0, _ZERO, _exponents(first, 0))
+    return (gap + tl.where(gap < 0, 1, 0)) >> 1  # toward zero
+
+
+@triton.jit(do_not_specialize=["steps", "sign"])
+def exponents_kernel(
+    x_ptr, d_ptr, largest_ptr, R, K, stride_r, stride_k, steps, sign,
+    BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Raise each row's largest exponent, counted from EMPTY, to that of BK * steps elements a
+    program, balanced by sign d."""
+    spans = tl.cdiv(K, BK * steps)
+    pid = tl.program_id(0)
+    r = (pid // spans) * BR + tl.arange(0, BR)
+    base = x_ptr + r.to(tl.int64)[:, None] * stride_r
+    best = tl.full((BR, BK), _EMPTY, tl.int32)
+    for step in range(0, steps):
+        k = ((pid % spans) * steps + step) * BK + tl.arange(0, BK)
+        d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
+        bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k))
+        best = tl.maximum(best, _balanced_exponents(bits, d[None, :]))
+    e = tl.max(best, axis=1) - _EMPTY
+    tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
 
 
 @triton.jit
@@ -561,6 +604,12 @@ def _quantize_gradient(
         a.rows, a.stride_r, a.stride_k, b.rows, b.stride_r, b.stride_k,
         BK=block.rows, BR=block.columns, num_warps=block.warps, **launch.STRICT,
     )  # fmt: skip
+    _digits(recipe, a, b, qa, qb, largest, d, window)
+    return qa, qb
+
+
+def _digits(recipe: Recipe, a: Operand, b: Operand, qa: Digits, qb: Digits, largest, d: Block, window: int) -> None:
+    """Digits from the balance d and each row's largest exponent, counted from EMPTY."""
     tiles = [launch.digits_tile(x.stride_r < x.stride_k) for x in (a, b)]
     programs = [
         triton.cdiv(x.rows, tile.rows) * triton.cdiv(qa.padded, tile.columns)
@@ -575,7 +624,49 @@ def _quantize_gradient(
         A_BR=tiles[0].rows, A_BK=tiles[0].columns,
         B_BR=tiles[1].rows, B_BK=tiles[1].columns, num_warps=tiles[0].warps, **launch.STRICT,
     )  # fmt: skip
-    return qa, qb
+
+
+class CutQuantisation(NamedTuple):
+    """What `quantize_cut` reserves: `first` and `second` are bits of each contraction index's largest
+    magnitude in the operands, int32 [K], `first` of a gradient only; `largest` the largest exponents
+    of the rows of both, counted from EMPTY, int32 [rows of a + rows of b]. Each is complete after
+    the launches before `balanced`, `quantised`, in this order."""
+
+    first: Block | None
+    second: Block
+    balanced: int
+    largest: Block
+    quantised: int
+    qa: Digits
+    qb: Digits
+
+
+def quantize_cut(recipe: Recipe, a: Operand, b: Operand, tokens: tuple[Operand, Operand], window: int, balance: str) -> CutQuantisation:
+    """Digits in three steps, between which ranks may raise the maxima to those of the whole.
+
+    `tokens` are a and b with their contraction indices as rows.
+    """
+    first = maxima(recipe, tokens[0]) if balance == "gradient" else None
+    second = maxima(recipe, tokens[1])
+    balanced = len(recipe.launches)
+    d = recipe.reserve(a.k, torch.int32)
+    recipe.launch(
+        balance_kernel, triton.cdiv(a.k, launch.WORDS_BLOCK), first or second, second, d, a.k,
+        GRADIENT=first is not None, BLOCK=launch.WORDS_BLOCK, num_warps=4, **launch.STRICT,
+    )  # fmt: skip
+    largest = recipe.reserve(a.rows + b.rows, torch.int32, zeros=True)
+    each = largest._replace(length=a.rows), largest._replace(offset=largest.offset + 4 * a.rows, length=b.rows)
+    for x, out, sign in ((a, each[0], 1), (b, each[1], -1)):
+        tile = launch.maxima_tile(x.k, x.stride_r < x.stride_k)
+        recipe.launch(
+            exponents_kernel, triton.cdiv(x.rows, tile.rows) * triton.cdiv(x.k, tile.columns * tile.steps),
+            x.block, d, out, x.rows, x.k, x.stride_r, x.stride_k, tile.steps, sign,
+            BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
+        )  # fmt: skip
+    quantised = len(recipe.launches)
+    qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
+    _digits(recipe, a, b, qa, qb, each, d, window)
+    return CutQuantisation(first, second, balanced, largest, quantised, qa, qb)
 
 
 def _reserve(recipe: Recipe, x: Operand, window: int) -> Digits:

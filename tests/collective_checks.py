@@ -14,6 +14,7 @@ from carbon_compile.backend import carbon
 from carbon_compile.lowering import collective, cut, registry
 from carbon_compile.lowering import prims as P
 from carbon_compile.lowering.matmul import MM
+from tests.definition import eager_engine
 
 registry.load()
 
@@ -171,11 +172,33 @@ def eager(rank, world):
     return wrong
 
 
+def lowered(rank, world):
+    """Cut layers under autocast, beside whole ones: outputs and gradients."""
+    group, wrong = world_group(), []
+    x, u, w, table = wide(3, 8).clamp(-9, 9), wide(4 * world, 8, seed=1).clamp(-9, 9), wide(5, 4 * world, seed=2).clamp(-9, 9), wide(19, 8, seed=3)
+    own, classes, target = chunk(4 * world, rank, world), chunk(19, rank, world), torch.tensor([0, 18, 7])
+    norm = torch.ones(8)
+
+    def whole(x, u, w, table):
+        y = F.linear(F.linear(F.layer_norm(x, (8,), norm), u).relu(), w)
+        return y.float().sum() + F.cross_entropy(F.linear(x, table), target)
+
+    def cut_over_ranks(x, u, w, table):
+        y = cut.linear(cut.linear(F.layer_norm(x, (8,), norm), u, None, (4 * world, 8), "columns", group).relu(), w, None, (5, 4 * world), "contraction", group)
+        return y.float().sum() + cut.cross_entropy(cut.linear(x, table, None, (19, 8), "columns", group), target, 19, group)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        one, (dx, du, dw, dt) = _graded(whole, x, u, w, table, incoming=None)
+        many, (dx1, du1, dw1, dt1) = _graded(cut_over_ranks, x, u[own], w[:, own], table[classes], incoming=None)
+    pairs = {"loss": (many, one), "dx": (dx1, dx), "du": (du1, du[own]), "dw": (dw1, dw[:, own]), "dtable": (dt1, dt[classes])}
+    return wrong + [name for name, (ours, theirs) in pairs.items() if not same(ours, theirs)]
+
+
 def operators(rank, world):
     import carbon_compile
 
     with carbon_compile.enable(seed=None):  # the gradient of a bias is a sum
-        return {f.__name__: f(rank, world) for f in (sums, products, vocabulary, eager)}
+        return {f.__name__: f(rank, world) for f in (sums, products, vocabulary, eager, lowered)}
 
 
 # --- compiled ---------------------------------------------------------------------------------------------
@@ -249,7 +272,6 @@ def tensor_parallel(rank, world, steps, kinds):
 
     import carbon_compile
     from tests import parallel_training as training
-    from tests.definition import eager_engine
 
     mesh, data, results = init_device_mesh("cpu", (world,)), training.batches(steps), {}
     for kind in kinds:
@@ -376,6 +398,92 @@ def partial_sums(rank, world):
     with carbon_compile.enable():
         eager = [code(case) for case in cases]
     return eager, [code(torch.compile(case, backend=carbon)) for case in cases[:1]]
+
+
+def partial_products(rank, world):
+    """{how a rank's part of a product is summed: whether that is refused with CB501}, eager and compiled; and
+    what must go on: {case: whether it has the expected bits}."""
+    import torch.distributed._functional_collectives as functional
+
+    import carbon_compile
+    from carbon_compile.diagnostics import Refused
+
+    group, own = dist.group.WORLD, chunk(4 * world, rank, world)
+    a, w, bias = wide(2 * world, 4 * world), wide(5, 4 * world, seed=1), wide(5, seed=2)
+    x, y = a[:, own], w[:, own]
+
+    def in_place(z):
+        dist.all_reduce(z)
+        return z
+
+    def added(z):
+        return functional.all_reduce(z, "sum", group)
+
+    eager = {
+        "in place": lambda: in_place(F.linear(x, y)),
+        "functional": lambda: added(x @ y.t()),
+        "cast": lambda: in_place(F.linear(x.bfloat16(), y.bfloat16()).float()),
+        "batched": lambda: in_place(F.linear(x.view(2, world, -1), y)),
+        "scattered": lambda: functional.reduce_scatter_tensor(F.linear(x, y), "sum", 0, group),
+        "joined": lambda: in_place(torch.cat([F.linear(x, y), x.new_zeros(1, 5)])),
+    }
+    compiled = {
+        "biased": lambda x: added(F.linear(x, y, bias)),
+        "used twice": lambda x: (z := F.linear(x, y), added(z)),
+        "cast": lambda x: added(F.linear(x.bfloat16(), y.bfloat16()).float()),
+        "other rows": lambda x: functional.reduce_scatter_tensor(F.linear(x, y).view(2, world, 5), "sum", 1, group),
+    }
+
+    def refused(run):
+        try:
+            run()
+        except Refused as error:
+            return [d.code for d in error.report.diagnostics] == ["CB501"]
+        return False
+
+    with carbon_compile.enable(seed=None):
+        found = {name: refused(run) for name, run in eager.items()}
+        # A weight's gradient is one of the rank's tokens, and what was computed from a product is no product.
+        rows = chunk(2 * world, rank, world)
+        weight = w.clone().requires_grad_()
+        F.linear(a[rows], weight).sum().backward()
+        gradients = [torch.empty_like(w) for _ in range(world)]
+        dist.all_gather(gradients, weight.grad)
+        fine = {"gradient": same(in_place(weight.grad), P.sum(torch.stack(gradients), [0])), "computed": refused(lambda: in_place(F.linear(x, y).relu())) is False}
+    with eager_engine():
+        found |= {f"compiled, {name}": refused(lambda run=run: torch.compile(run, backend=carbon)(x)) for name, run in compiled.items()}
+    return found, fine
+
+
+def arrangements(rank, world):
+    """What is said of ranks arranged in two dimensions where that has no exact form: {case: text}."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    import carbon_compile
+    from carbon_compile import parallel
+    from carbon_compile.data_parallel import LogicalShards
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+
+    def hsdp():
+        LogicalShards(fully_shard(torch.nn.Linear(4, 4), mesh=mesh), 4)
+
+    def hsdp_alone():
+        fully_shard(model := torch.nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(1, 4)).square().sum().backward()
+
+    def ddp_of_parts():
+        model = parallelize_module(torch.nn.Linear(4, 4), mesh["tp"], parallel.ColwiseParallel())
+        LogicalShards(DistributedDataParallel(model, process_group=mesh["dp"].get_group(), init_sync=False), 4)  # else DDP itself fails
+
+    def two_dimensions():
+        parallelize_module(torch.nn.Linear(4, 4), mesh, parallel.RowwiseParallel())
+
+    with carbon_compile.enable():
+        return {f.__name__: _raised(f)[0] for f in (hsdp, hsdp_alone, ddp_of_parts, two_dimensions)}
 
 
 def optimizers_of_parts(rank, world):

@@ -15,7 +15,7 @@ from tests import ranks
 
 def test_operators_on_four_ranks():
     for wrong in ranks.run(checks.operators, 4):
-        assert wrong == {"sums": [], "products": [], "vocabulary": [], "eager": []}
+        assert wrong == {"sums": [], "products": [], "vocabulary": [], "eager": [], "lowered": []}
 
 
 def test_compiled_collectives_on_two_ranks():
@@ -42,6 +42,20 @@ def test_optimizers_step_a_dtensors_parts():
 def test_partial_sums_of_dtensors_are_refused():
     for eager, compiled in ranks.run(checks.partial_sums, 2):
         assert eager == ["CB501", None, None] and compiled == ["CB501"]
+
+
+def test_products_that_ranks_have_rounded_are_not_summed():
+    for found, fine in ranks.run(checks.partial_products, 2):
+        assert found == dict.fromkeys(found, True) and len(found) == 10
+        assert fine == {"gradient": True, "computed": True}
+
+
+def test_arrangements_without_an_exact_form_name_a_way_out():
+    for told in ranks.run(checks.arrangements, 4):
+        assert told["hsdp"].startswith("NotImplementedError: HSDP") and "a mesh of one dimension" in told["hsdp"]
+        assert told["hsdp_alone"].startswith("Refused") and "CB501" in told["hsdp_alone"] and "in place of HSDP" in told["hsdp_alone"]
+        assert told["ddp_of_parts"].startswith("NotImplementedError") and 'group=mesh["dp"].get_group()' in told["ddp_of_parts"]
+        assert told["two_dimensions"] == 'ValueError: RowwiseParallel cuts over one dimension of a mesh, and this one has 2: give it mesh["dp"], mesh["tp"]'
 
 
 def test_ranks_that_disagree_all_say_so_and_go_on():
