@@ -251,6 +251,8 @@ def inductor_config():
             "use_fast_math": False,
             "cpp.enable_unsafe_math_opt_flag": False,
             "cpp.enable_floating_point_contract_flag": host.STRICT_CPP,
+            # It keeps partial sums of integers as float32.
+            "triton.mix_order_reduction": False,
             "pattern_matcher": False,
             "joint_graph_constant_folding": False,
         }

@@ -303,3 +303,20 @@ def test_gpu_equals_cpu(n, dtype):
         got = compiled(every, [t.detach().cuda().requires_grad_(t.requires_grad) for t in inputs])
         for ours, theirs in zip(got, want, strict=True):
             assert_bitwise([t.cpu() for t in ours], theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
+def test_gpu_weight_gradients_of_many_rows(function):
+    """Rows enough that Inductor would sum rows and columns in one kernel, whose partial sums are float32."""
+    inputs = [torch.randn(16384, 768).requires_grad_(), torch.randn(768).requires_grad_()]
+    call = lambda x, w: function(x, (768,), w)  # noqa: E731
+    want = compiled(call, inputs)
+    got = compiled(call, [t.detach().cuda().requires_grad_() for t in inputs])
+    for ours, theirs in zip(got, want, strict=True):
+        assert_bitwise([t.cpu() for t in ours], theirs)
+
+
+def test_no_kernel_keeps_partial_sums_in_another_type():
+    with pytest.raises(Refused, match="CB303"):
+        torch.compile(torch.sum, backend="carbon", options={"inductor": {"triton.mix_order_reduction": True}})(torch.ones(3))
