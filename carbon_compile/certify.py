@@ -96,7 +96,7 @@ def _graphs_of(model, graphs):
     parameters = _parameters(model)
     if not parameters:
         return list(graphs)
-    return [g for g in graphs if any(id(ref()) in parameters for ref in g.parameters if ref() is not None)]
+    return [g for g in graphs if any(key in parameters and ref() is not None for key, ref in g.parameters.items())]
 
 
 def _parameters(model):
@@ -107,7 +107,7 @@ def _parameters(model):
 
 
 def _graph_data(graph):
-    data = asdict(replace(graph, nodes=(), findings=(), parameters=()))
+    data = asdict(replace(graph, nodes=(), findings=(), parameters={}))
     del data["findings"], data["parameters"]
     return data | {"nodes": [_placed(asdict(row)) for row in graph.nodes]}
 

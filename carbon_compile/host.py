@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import sys
+import types
 from unittest import mock
 
 import torch
@@ -368,6 +369,14 @@ def trace_only(gm, inputs, judge):
 
     with config.patch(enable_autograd_cache=False), contextlib.suppress(Traced):
         aot_autograd(fw_compiler=stop, bw_compiler=stop, partition_fn=stop, decompositions={})(gm, inputs)
+
+
+def of_its_own(method):
+    """A bound method whose compiled code, and limit of recompilations, it shares with no other object's."""
+    function = method.__func__
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copy, method.__self__)
 
 
 def tracing_for(backend):

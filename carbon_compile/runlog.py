@@ -5,6 +5,8 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from carbon_compile.diagnostics import Diagnostic, Finding, Report
 
 
@@ -36,7 +38,8 @@ class GraphRecord:
 
     hash: of its canonical text (canonical.graph_hash). function: what was compiled, as the user
     knows it. kind: "training" or "inference". precision: the class of products by type, such as
-    {"float32": "X3"}. parameters: weak references to the parameters it takes, to find it by model.
+    {"float32": "X3"}. parameters: weak references to the parameters it took, by id, to find it by
+    model; models of one architecture share a graph.
     """
 
     hash: str
@@ -47,11 +50,17 @@ class GraphRecord:
     nodes: tuple[NodeRow, ...] = ()
     findings: tuple[Finding, ...] = ()
     calls: int = 0
-    parameters: tuple = ()
+    parameters: dict = field(default_factory=dict)
 
-    def called(self) -> None:
+    def called(self, inputs: Iterable = ()) -> None:
+        """Counts a call, and notes whose parameters are among its inputs."""
         with _COUNTING:
             self.calls += 1
+        first = next((value for value in inputs if isinstance(value, torch.nn.Parameter)), None)
+        known = self.parameters.get(id(first))
+        if first is not None and (known is None or known() is not first):
+            with _COUNTING:
+                self.parameters = {key: ref for key, ref in self.parameters.items() if ref() is not None} | _references(inputs)
 
 
 @dataclass
@@ -67,6 +76,10 @@ class Bypass:
     def add(self, calls: int) -> None:
         with _COUNTING:
             self.calls += calls
+
+
+def _references(values):
+    return {id(value): weakref.ref(value) for value in values if isinstance(value, torch.nn.Parameter)}
 
 
 _COUNTING = threading.Lock()  # a compiled function may be called by several threads
@@ -96,7 +109,7 @@ class Log:
         """Records a compiled graph. Call `.called()` on what it returns at each call of the graph."""
         record = GraphRecord(
             hash, function, kind, device, dict(precision or {}), tuple(nodes), report.findings if report else (),
-            parameters=tuple(weakref.ref(parameter) for parameter in parameters),
+            parameters=_references(parameters),
         )
         self.graphs.append(record)
         return record

@@ -38,7 +38,7 @@ class Region:
     def __call__(self, *args):
         if environment.subnormals_flushed():  # a call of set_flush_denormal takes effect at any time
             self.met(Diagnostic("CB302"))
-        self.entry.called()
+        self.entry.called(args)
         if self.watch is not None:
             self.watch.ran()
         return self.compiled(*args)
@@ -89,7 +89,7 @@ class Region:
             precision={k: getattr(self.policy, k) for k in ("float32", "bfloat16", "float16")},
             nodes=self.record.rows,
             report=report,
-            parameters=[v for v in values if isinstance(v, torch.nn.Parameter)],
+            parameters=values,
         )
 
     def remember(self, record):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from . import checkpoint
+from . import host, checkpoint
 from .bits import Difference, tensor_diff
 from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
@@ -131,8 +131,8 @@ class DeterministicTrainer:
         if self.schedulers:
             _rates_as_tensors(optimizer)
         # PyTorch stops once at the start of every optimizer's step, so that one can't be a full graph.
-        self._loss = torch.compile(self._slice_loss, backend=backend, fullgraph=True, options=options)
-        self._update = torch.compile(self._apply, backend=backend, options=options)
+        self._loss = torch.compile(host.of_its_own(self._slice_loss), backend=backend, fullgraph=True, options=options)
+        self._update = torch.compile(host.of_its_own(self._apply), backend=backend, options=options)
 
     # --- a step
 
