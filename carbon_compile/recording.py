@@ -539,6 +539,9 @@ def _watch_backward():
             for one in _open:
                 if one.observe and one.due(one.count + 1):
                     one._losses.append(self.detach())
+        # Modes know the backward pass by PyTorch's own function, not by this one, which they would also call again.
+        if torch.overrides.has_torch_function_unary(self):
+            return torch.overrides.handle_torch_function(_backward, (self,), self, *args, **kwargs)
         return _backward(self, *args, **kwargs)
 
     backward.__doc__ = _backward.__doc__

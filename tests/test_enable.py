@@ -1,6 +1,7 @@
 """Eager code under `carbon_compile.enable`: the compiled run's hashes, the contract's refusals, and a
 process that is afterwards as it was before."""
 
+import contextlib
 import copy
 import io
 import json
@@ -231,6 +232,22 @@ def test_a_checkpoint_recomputes_the_same_bits(reentrant):
     plain = gradients(lambda model, x: model(x))
     for mine, theirs in zip(gradients(lambda model, x: checkpoint(model, x, use_reentrant=reentrant)), plain, strict=True):
         assert_bitwise(mine, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_ledger_changes_nothing_and_sees_each_loss_once(tmp_path, reentrant):
+    def gradients(ledger):
+        with carbon_compile.enable(seed=5), ledger:
+            model = nn.Sequential(nn.Linear(33, 65), nn.GELU(), nn.LayerNorm(65), nn.Dropout(0.3), nn.Linear(65, 33))
+            y = checkpoint(model, torch.randn(17, 33, requires_grad=True), use_reentrant=reentrant)
+            y.square().mean().backward()
+            torch.optim.SGD(model.parameters()).step()
+        return [p.grad for p in model.parameters()]
+
+    path = tmp_path / "run.jsonl"
+    for mine, theirs in zip(gradients(carbon_compile.ledger(path)), gradients(contextlib.nullcontext()), strict=True):
+        assert_bitwise(mine, theirs)
+    assert isinstance(json.loads(path.read_text().splitlines()[1])["loss"], float)
 
 
 @pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
