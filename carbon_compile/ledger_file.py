@@ -209,8 +209,10 @@ def group_differences(a: Contents, b: Contents, step: int) -> list[str]:
 
 def tensor_differences(a: Contents, b: Contents, step: int, group: str) -> list[str]:
     """The names of the tensors of a group that differ at a step, nearest the cause first: a backward
-    pass reaches the last parameters before the first ones."""
+    pass reaches the last parameters before the first ones. None where either kept only totals."""
     one, other = a.tensors(step, group), b.tensors(step, group)
+    if not all("tensors" in contents.steps[step] for contents in (a, b)):
+        return []
     found = [name for name in [*one, *(n for n in other if n not in one)] if one.get(name) != other.get(name)]
     return found[::-1] if group == "gradients" else found
 

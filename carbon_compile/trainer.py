@@ -115,6 +115,8 @@ class DeterministicTrainer:
             raise ValueError(f"accumulate={accumulate!r}: give a whole number from 1")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm!r}: give a positive number")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast={autocast!r}: give torch.bfloat16 or torch.float16")
         self.model, self.optimizer, self.seed = model, optimizer, seed
         self.loss_fn, self.forward = loss_fn, forward
         self.accumulate, self.autocast, self.clip_norm = accumulate, autocast, clip_norm

@@ -680,6 +680,15 @@ def test_diff_without_a_loss_names_the_tensor_nearest_the_cause(tmp_path):
     assert lines[0] == "first difference: step 1, optimizer groups.0.momentum"
 
 
+def test_diff_names_no_tensor_where_one_side_kept_totals(tmp_path):
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    train(a), train(b, momentum=0.5, tensors=False)
+    for one, other in ((a, b), (b, a)):
+        lines = list(differences(read(one), read(other)))
+        assert lines[0] == "first difference: step 1, optimizer (tensor by tensor hashes were not kept)"
+        assert lines[1].startswith("optimizer: ") and " -> " in lines[1]
+
+
 def test_diff_of_wrong_files_ends_in_one_line(path, tmp_path, capsys):
     train(path)
     (tmp_path / "c.json").write_text("{}")

@@ -435,7 +435,7 @@ def test_an_optimizer_that_fails_in_the_middle_asks_for_a_checkpoint(tmp_path):
 
 
 def test_wrong_arguments_are_refused():
-    for how, told in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": -1}, "clip_norm=-1"), ({"forward": len}, "loss_fn or forward")):
+    for how, told in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": -1}, "clip_norm=-1"), ({"forward": len}, "loss_fn or forward"), ({"autocast": torch.float64}, "autocast=torch.float64")):
         with pytest.raises(ValueError, match=told):
             made(**how)
 
