@@ -41,7 +41,8 @@ _cudnn_rnn_flatten_weight.default _reshape_copy.default _reshape_alias_copy.defa
 """
 _KEPT = {op for op in (registry.overload(f"aten.{name}") for name in BOOKKEEPING.split()) if op is not None}
 
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.cat.default}
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default, torch.ops.aten.cat.default, torch.ops.aten.stack.default}
+_OVERWRITES = {torch.ops.aten.copy_.default, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
 _RESIZE = torch.ops.aten.resize_.default
 _FRESH = {
     op
@@ -64,6 +65,7 @@ _UNROLLED = composites.resolve_all(
     "multi_margin_loss multilabel_margin_loss native_batch_norm"
 )
 _ACCESSOR = type(torch.Tensor.shape.__get__)
+_GRADIENT = torch.Tensor.grad.__get__
 _FUNCTIONAL_MODULES = ("torch.nn.functional", "torch.functional")
 
 
@@ -135,8 +137,13 @@ class EagerComposites(TorchFunctionMode):
 
     def __torch_function__(self, function, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.session.on or type(function) is _ACCESSOR:
+        if not self.session.on:
             return function(*args, **kwargs)
+        if type(function) is _ACCESSOR:
+            result = function(*args, **kwargs)
+            if function == _GRADIENT and isinstance(args[0], torch.nn.Parameter):
+                partial.is_gradient(result)
+            return result
         if function in _LOOKS and type(args[0]) in _PLAIN:
             with host.without_modes():
                 return function(*args, **kwargs)
@@ -198,10 +205,16 @@ class EagerComposites(TorchFunctionMode):
         hooks = [r.grad_fn.register_prehook(self._check_thread) for r in roots if isinstance(r, torch.Tensor) and r.is_cuda and r.grad_fn is not None]
         try:
             with host.autocast_ignored(), self:  # checkpoints are recomputed, and users' functions run, meanwhile
-                return composites.body(function)(*args, **kwargs)
+                result = composites.body(function)(*args, **kwargs)
         finally:
             for hook in hooks:
                 hook.remove()
+        if function is torch.autograd.grad:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            for x, gradient in zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=False):
+                if isinstance(x, torch.nn.Parameter):
+                    partial.is_gradient(gradient)
+        return result
 
     def _check_thread(self, gradients):
         """A GPU's gradients are computed in a thread of autograd's own: fail if it lost the modes."""
@@ -302,6 +315,8 @@ def plan(op):
         return functools.partial(_product, op)
     if op in _COPIES:
         return functools.partial(_copied, _plan(op))
+    if op in _OVERWRITES:
+        return functools.partial(_overwritten, _plan(op))
     return _plan(op)
 
 
@@ -339,6 +354,12 @@ def _product(op, mode, args, kwargs):
 def _copied(plan, mode, args, kwargs):
     result = plan(mode, args, kwargs)
     partial.note_copy(result, args[0] if isinstance(args[0], (list, tuple)) else args[:1])
+    return result
+
+
+def _overwritten(plan, mode, args, kwargs):
+    result = plan(mode, args, kwargs)
+    partial.overwritten(*args[:2])
     return result
 
 
@@ -436,6 +457,7 @@ def _write(target, result):
         if target.shape != result.shape:
             target.resize_(result.shape)
         target.copy_(result)
+    partial.note_copy(target, [result])
 
 
 def _spoken(dtype):

@@ -3,8 +3,10 @@
 A layer cut by hand multiplies what a rank holds and adds the results of all ranks. Each was rounded
 before the sum, so the bits belong to the number of ranks; and one such result looks like any tensor.
 A compiled graph shows product and sum together (`carbon_compile.recognise`); eager code meets the
-product first. So the memory of products is remembered while it lives, through copies and casts too.
-Weight gradients are not meant: a sum of those over ranks is the gradient by logical shards.
+product first. So the memory of products is remembered while it lives, through copies and casts too,
+until something else is written all over it.
+Gradients of parameters are not meant, also of those that a product took as its first operand: a sum of
+them over ranks is the gradient by logical shards.
 
 What a reduce-scatter left is one stage of a sum in the same way, if all-reduced over another group (HSDP).
 """
@@ -42,6 +44,18 @@ def note_copy(x, sources):
     """Remember of a copy x what is known of its sources."""
     for reason in {_reason(source) for source in sources} - {None}:
         note(x, reason)
+
+
+def overwritten(x, source=None):
+    """Something else, which may come from `source`, was written to all of x."""
+    if _reason(x) is not None and x.numel() * x.element_size() == x.untyped_storage().nbytes() and _reason(source) is None:
+        del _known[x.untyped_storage()._cdata]
+
+
+def is_gradient(x):
+    """Remember that x is the gradient of a parameter, and so no part of a product over ranks."""
+    if _reason(x) is PRODUCT:
+        del _known[x.untyped_storage()._cdata]
 
 
 def objection(x, op):

@@ -426,6 +426,9 @@ def partial_products(rank, world):
         "batched": lambda: in_place(F.linear(x.view(2, world, -1), y)),
         "scattered": lambda: functional.reduce_scatter_tensor(F.linear(x, y), "sum", 0, group),
         "joined": lambda: in_place(torch.cat([F.linear(x, y), x.new_zeros(1, 5)])),
+        "stacked": lambda: in_place(torch.stack([F.linear(x, y), F.linear(x, y)])),
+        "written": lambda: in_place(torch.mm(x, y.t(), out=torch.empty(len(x), 5))),
+        "overwritten in part": lambda: (z := F.linear(x, y), z[:1].zero_(), in_place(z)),
     }
     compiled = {
         "biased": lambda x: added(F.linear(x, y, bias)),
@@ -450,6 +453,14 @@ def partial_products(rank, world):
         gradients = [torch.empty_like(w) for _ in range(world)]
         dist.all_gather(gradients, weight.grad)
         fine = {"gradient": same(in_place(weight.grad), P.sum(torch.stack(gradients), [0])), "computed": refused(lambda: in_place(F.linear(x, y).relu())) is False}
+        # Nor is the gradient of a parameter that was the first operand, or what memory holds afterwards.
+        first = torch.nn.Parameter(wide(3, 4 * world, seed=3))
+        F.linear(first, w).sum().backward()
+        fine["first operand"] = not refused(lambda: in_place(first.grad))
+        fine["gradient asked for"] = not refused(lambda: in_place(torch.autograd.grad(F.linear(first, w).sum(), first)[0]))
+        fine["flat gradients"] = not refused(lambda: in_place(torch.cat([p.grad.flatten() for p in (first, weight)])))
+        fine["overwritten"] = not refused(lambda: in_place(F.linear(x, y).copy_(a[:, :5])))
+        fine["zeroed"] = not refused(lambda: in_place(F.linear(x, y).zero_()))
     with eager_engine():
         found |= {f"compiled, {name}": refused(lambda run=run: torch.compile(run, backend=carbon)(x)) for name, run in compiled.items()}
     return found, fine
