@@ -456,7 +456,8 @@ def _from_order_key64(o, k):
 
 
 register("magnitude", lambda o, x: _magnitude(o, o.to(x, torch.float32)), 1, "3", widen=False)
-register("float_bits", lambda o, x: o.bits(o.to(x, torch.float32), torch.int32), 1, "3", widen=False)
+# "& -1": an operation must not return its input's memory.
+register("float_bits", lambda o, x: o.bits(o.to(x, torch.float32), torch.int32) & -1, 1, "3", widen=False)
 register("negative_key", lambda o, x: _negative_key(o, o.to(x, torch.float32)), 1, "3", widen=False)
 register("largest", _largest, 2, "3", widen=False)
 inlined(register("sum_high", lambda o, x, m: _sum_parts(o, o.to(x, torch.float32), m)[0], 2, "3", widen=False))

@@ -320,3 +320,10 @@ def test_gpu_weight_gradients_of_many_rows(function):
 def test_no_kernel_keeps_partial_sums_in_another_type():
     with pytest.raises(Refused, match="CB303"):
         torch.compile(torch.sum, backend="carbon", options={"inductor": {"triton.mix_order_reduction": True}})(torch.ones(3))
+
+
+def test_no_piece_of_a_sum_is_its_inputs_memory():
+    x = torch.randn(5)
+    for piece in ("magnitude", "float_bits", "negative_key"):
+        y = getattr(torch.ops.carbon, piece)(x, dtype=torch.int32)
+        assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
