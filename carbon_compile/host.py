@@ -354,6 +354,16 @@ def strict_recompiles():
         yield
 
 
+@contextlib.contextmanager
+def recompiles_allowed(n):
+    """Dynamo may compile one function at least `n` times."""
+    from torch._dynamo import config
+
+    limits = {"recompile_limit": max(n, config.recompile_limit), "accumulated_recompile_limit": max(n, config.accumulated_recompile_limit)}
+    with config.patch(limits):
+        yield
+
+
 def trace_only(gm, inputs, judge):
     """AOTAutograd's trace of `gm` and no more: `judge(graph module)` gets the joint graph, or the inference
     graph where nothing needs a gradient."""

@@ -98,6 +98,7 @@ class Ledger:
         self._losses, self._pending, self._told_names = [], deque(), {}
         self._layouts, self._spare = {}, {}
         self._writer = self._hook = None
+        self._parted = ""
 
     # --- its life
 
@@ -173,6 +174,8 @@ class Ledger:
         """
         if self._writer is None:
             raise LedgerError(f"{self.path} isn't open: use it as `with carbon_compile.ledger(...)`")
+        if self._parted:  # whoever caught that error may go on, but not in this file
+            raise LedgerError(self._parted)
         self.count = step
         with _as_stock(), torch.no_grad():
             if self.due(step):
@@ -265,10 +268,11 @@ class Ledger:
         now = Contents([before.header, {**line, "names": names}], 0, "")
         group = group_differences(before, now, step)[0]
         first = next(iter(tensor_differences(before, now, step, group)), "") if group != "loss" else ""
-        raise LedgerError(
+        self._parted = (
             f"step {step} is not what {self.path} recorded: {' '.join(filter(None, (group, first)))} differs first. "
             "Either the run didn't repeat, or the file is another run's: give this one its own"
         )
+        raise LedgerError(self._parted)
 
     def _found(self, model, optimizer, facts):
         """(layout, values) of a step."""

@@ -14,8 +14,8 @@ _INLINE = 256  # elements that a script spells out; more go into a file beside i
 def reproducer(node: fx.Node, runs, settings, folder: str | None = None) -> str:
     """The script for a node whose output differs between two runs (replay.Run) under two settings.
 
-    Inputs are spelled out as bits, or saved into `folder` where there is one and they are many.
-    "" where neither can be.
+    Inputs are spelled out as bits, or saved into `folder` where there is one and they are many; where
+    neither can be, the script is a comment that says so.
     """
     inputs = [n for n in node.all_input_nodes if any(n.name in kept for kept in (runs[0].inputs, runs[0].outputs))]
     names = {n: f"x{i}" for i, n in enumerate(inputs)}
@@ -23,7 +23,7 @@ def reproducer(node: fx.Node, runs, settings, folder: str | None = None) -> str:
     values = [[_value(run, n) for n in inputs] for run in runs]
     large = drawn or sum(v.numel() for v in values[0]) > _INLINE
     if large and folder is None:
-        return ""
+        return f"# the inputs of {node.name} are large: give --output FOLDER, which they are written to"
     lines = ["import operator", "", "import torch", "", "import carbon_compile", "from carbon_compile.replay import Setting", ""]
     if large:
         path = os.path.join(folder, f"{node.name}.pt")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from . import host, checkpoint
+from . import checkpoint, host
 from .bits import Difference, tensor_diff
 from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
@@ -92,6 +92,8 @@ class DeterministicTrainer:
     Between steps no parameter has a gradient.
     """
 
+    _made = 0  # in this process
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -123,6 +125,7 @@ class DeterministicTrainer:
         self.schedulers = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
         self.data, self.check_loss, self.backend = data, check_loss, backend
         self.steps = 0
+        DeterministicTrainer._made += 1
         self._random = RandomState.seeded(seed)
         self._buffers = Buffers()
         self._torn = ""
@@ -219,7 +222,9 @@ class DeterministicTrainer:
         schedules = [_plain_state(s) for s in self.schedulers]
         rates = [_copied_rate(group.get("lr")) for group in self.optimizer.param_groups]
         try:
-            self._update()
+            # Optimizers of a class share the code of their step, which is compiled for each.
+            with host.recompiles_allowed(8 + 2 * DeterministicTrainer._made):
+                self._update()
             for scheduler in self.schedulers:
                 scheduler.step()
         except BaseException as error:

@@ -49,7 +49,7 @@ def apply(name, *args, dtype=None):
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     compute = wide(*tensors)
     if compute is torch.float64 and pointwise.PROGRAMS[name][2] == "2":
-        raise Refusal("CB203", f"{name} has no program for float64 in version 1 of the contract; convert to float32 first")
+        raise Refusal("CB203", f"{name} has no program for float64 in the contract; convert to float32 first")
     like = next((t for t in tensors if t.dim() > 0), tensors[0])
     operands = [a if isinstance(a, torch.Tensor) else scalar(a, like, compute) for a in args]
     return getattr(torch.ops.carbon, name)(*operands, dtype=dtype or compute)
@@ -105,7 +105,7 @@ def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
     `signed=False` promises that no element is negative, which saves looking for the most negative one.
     """
     if x.dtype is torch.float64:
-        raise Refusal("CB202", "sums of float64 have no rule in version 1 of the contract; convert to float32 first")
+        raise Refusal("CB202", "sums of float64 have no rule in the contract; convert to float32 first")
     dims = normal_dims(x, dims)
     if x.dim() == 0:
         return cast(add(f32(x), 0.0), dtype or torch.float32)  # noqa: F821

@@ -163,7 +163,7 @@ def accumulate(groups, values, destinations, own=True, mean=False):
     if not dtype.is_floating_point:
         return _accumulate_integers(groups, values, destinations, own, mean)
     if dtype is torch.float64:
-        raise Refusal("CB202", "sums of float64 have no rule in version 1 of the contract; convert to float32 first")
+        raise Refusal("CB202", "sums of float64 have no rule in the contract; convert to float32 first")
     m = groups.largest(torch.ops.carbon.magnitude(values, dtype=torch.int32), -1)
     touched = aten.ge.Scalar(m, 0)
     if own:

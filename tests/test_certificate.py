@@ -271,3 +271,10 @@ def test_supported_range_is_that_of_the_package():
     first, last = environment.SUPPORTED_TORCH
     wanted = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1]}"
     assert wanted in tomllib.loads(project.read_text())["project"]["dependencies"]
+
+
+def test_a_second_model_of_the_architecture_finds_the_graph_it_shares():
+    models = [torch.nn.Linear(3, 3) for _ in range(3)]
+    for model in models[:2]:
+        torch.compile(model, backend="carbon")(torch.randn(2, 3))
+    assert [certificate(model).held for model in models] == [True, True, False]

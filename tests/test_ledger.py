@@ -700,3 +700,17 @@ def test_diff_of_wrong_files_ends_in_one_line(path, tmp_path, capsys):
     assert cli.main(["diff", path, str(tmp_path / "none")]) == 2
     assert cli.main(["diff", path, path, "--step", "3"]) == 2
     assert "--step goes with --replay" in capsys.readouterr().err
+
+
+def test_a_caught_difference_ends_the_ledger(path):
+    train(path)
+    before = open(path, "rb").read()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LedgerError, match="step 1 is not what"), carbon_compile.ledger(path, model):
+        for _ in range(8):  # more steps than the file has
+            model(torch.randn(6, 3)).square().mean().backward()
+            with contextlib.suppress(LedgerError):
+                optimizer.step()
+        optimizer.step()
+    assert open(path, "rb").read() == before

@@ -529,3 +529,13 @@ def test_a_step_on_cuda_is_the_step_on_the_cpu(tmp_path, how):
             assert trainer.verify_determinism(BATCH)
         results.append(carbon_compile.ledger_file.read(tmp_path / f"{device}.jsonl"))
     assert list(carbon_compile.ledger_file.differences(*results)) == []
+
+
+def test_many_trainers_of_one_architecture():
+    """Each has functions of its own to compile, and a certificate that knows its model."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        trainer = DeterministicTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=seed, loss_fn=torch.nn.functional.cross_entropy)
+        trainer.step((torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])))
+        assert carbon_compile.certificate(model).held, str(carbon_compile.certificate(model))
