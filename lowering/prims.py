@@ -113,6 +113,7 @@ def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
     carbon, out = torch.ops.carbon, dtype or torch.float32
+    x = _never_empty(x, dims)
     m = largest_magnitude(x, dims, signed)
     if _parts_fit(x, dims):
         parts = _sums_of_parts(dims, carbon.sum_high(x, m, dtype=torch.int32), carbon.sum_low(x, m, dtype=torch.int32))
@@ -121,6 +122,17 @@ def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
         total = _integer_sum(carbon.sum_term(x, m, dtype=torch.int64), x, dims)
         result = carbon.sum_of_terms(*total, m, dtype=out) if len(total) == 1 else carbon.sum_of_words(*total, m, dtype=out)
     return result if keepdim else squeeze(result, dims)
+
+
+def _never_empty(x, dims):
+    """x with one more zero along a dimension whose size only the data knows: a maximum needs an element."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for d in dims:
+        if isinstance(x.shape[d], torch.SymInt) and free_unbacked_symbols(x.shape[d]):
+            shape = [1 if i == d else n for i, n in enumerate(x.shape)]
+            x = torch.ops.aten.cat.default([x, torch.zeros(shape, dtype=x.dtype, device=x.device)], d)
+    return x
 
 
 def largest_magnitude(x, dims, signed=True):

@@ -280,6 +280,21 @@ def test_gradients_of_expanded_outputs_are_exact_sums():
     assert_bitwise(torch.autograd.grad(windows, v, grad)[0], expected)
 
 
+def test_selections_that_may_be_empty():
+    """Sizes that only the data knows."""
+
+    def chosen(x):
+        y = x[x > 0]
+        return y.sum(), y.mean(), y.var()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        function = torch.compile(chosen, backend="carbon", fullgraph=True)
+        x = torch.randn(50)
+        assert_bitwise(function(x), tuple(f(x[x > 0]) for f in (P.sum, P.mean, R.var)))
+        empty = function(-torch.ones(50))
+    assert empty[0] == 0 and empty[1].isnan() and empty[2].isnan()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("n", [768, 3000, 4096, 4097, 50257])
