@@ -319,7 +319,7 @@ class Target:
         """Take up the checkpoint, and make the steps between it and `step`."""
         self.trainer.resume(content)
         if step is not None and self.trainer.steps >= step:
-            raise ReplayError(f"the checkpoint is of step {self.trainer.steps}; step {step} needs one from before it")
+            raise ReplayError(f"the checkpoint is of step {self.trainer.steps}; step {step} needs one from before it (none at all for step 1)")
         while step is not None and self.trainer.steps < step - 1:
             if not callable(self.batches):
                 raise ReplayError(f"the checkpoint is of step {self.trainer.steps}; give batches as a function of the step, or the checkpoint of step {step - 1}")
