@@ -1,11 +1,12 @@
-"""What was compiled and run in this process: filled by the runtime, read by the certificate."""
+"""What was compiled and run in this process: filled by the runtime, read by the certificate.
+
+The pytest plugin reads it too, and must not import PyTorch: functions here do.
+"""
 
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from carbon_compile.diagnostics import Diagnostic, Finding, Report
 
@@ -54,9 +55,11 @@ class GraphRecord:
 
     def called(self, inputs: Iterable = ()) -> None:
         """Counts a call, and notes whose parameters are among its inputs."""
+        from torch.nn import Parameter
+
         with _COUNTING:
             self.calls += 1
-        first = next((value for value in inputs if isinstance(value, torch.nn.Parameter)), None)
+        first = next((value for value in inputs if isinstance(value, Parameter)), None)
         known = self.parameters.get(id(first))
         if first is not None and (known is None or known() is not first):
             with _COUNTING:
@@ -79,7 +82,9 @@ class Bypass:
 
 
 def _references(values):
-    return {id(value): weakref.ref(value) for value in values if isinstance(value, torch.nn.Parameter)}
+    from torch.nn import Parameter
+
+    return {id(value): weakref.ref(value) for value in values if isinstance(value, Parameter)}
 
 
 _COUNTING = threading.Lock()  # a compiled function may be called by several threads
