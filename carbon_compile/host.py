@@ -58,7 +58,7 @@ def _loops_wait_for_stores():
         yield
 
 
-# Of a row that a kernel holds in registers: 8 elements a thread of 512.
+# Of a row that a kernel holds in registers: 16 elements a thread of 256.
 _LONGEST_ROW = 4096
 
 
