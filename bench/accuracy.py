@@ -139,7 +139,7 @@ def gradients(device, text, size, steps=500):
     rows = []
     for moment in ("at the start", f"after {steps} steps"):
         if moment != "at the start":
-            train(model, "stock float32", device, text, size, steps)
+            train(model, loss_function(model, "stock float32", device), device, Text(text, size, seed=7), steps)
         batch = data.draw(device)
         reference = model_of(size).to(device).double()
         reference.load_state_dict(model.state_dict())
@@ -153,10 +153,7 @@ def gradients(device, text, size, steps=500):
     return rows
 
 
-def train(model, variant, device, text, size, steps, seed=7):
-    torch.compiler.reset()
-    data = Text(text, size, seed)
-    loss = loss_function(model, variant, device)
+def train(model, loss, device, data, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history = []
     for _ in range(steps):
@@ -169,9 +166,18 @@ def train(model, variant, device, text, size, steps, seed=7):
     return [v.item() for v in history]
 
 
-def curves(device, text, size, steps=500, seeds=(0, 1, 2)):
+def curves(device, text, size, steps=500, seeds=3, variants=tuple(VARIANTS)):
     """Loss curves under several seeds, which choose the weights and the batches."""
-    return {f"{variant}, seed {seed}": train(model_of(size, seed).to(device), variant, device, text, size, steps, seed=7 + seed) for variant in VARIANTS for seed in seeds}
+    found = {}
+    for variant in variants:
+        torch.compiler.reset()
+        model = model_of(size).to(device)
+        loss = loss_function(model, variant, device)  # compiled once: a seed's weights are loaded into the model
+        for seed in range(seeds):
+            model.load_state_dict(model_of(size, seed).state_dict())
+            model.zero_grad()
+            found[f"{variant}, seed {seed}"] = train(model, loss, device, Text(text, size, seed=7 + seed), steps)
+    return found
 
 
 def curve_rows(found):
@@ -202,6 +208,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3, help="of the curves")
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS), help="of the curves")
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--plot", metavar="PNG")
@@ -216,7 +224,7 @@ def main():
     elif options.what == "gradients":
         rows = found = gradients(options.device, options.text, size, options.steps)
     else:
-        found = curves(options.device, options.text, size, options.steps)
+        found = curves(options.device, options.text, size, options.steps, options.seeds, options.variants)
         rows = curve_rows(found)
         if options.plot:
             plot(found, options.plot, str(size))
