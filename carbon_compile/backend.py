@@ -90,6 +90,7 @@ def compile_region(gm, example_inputs, region, caches=True):
             inner=functools.partial(compile_inner, region),
             decompositions=Decompositions(),
             config=host.known_config(config),
+            recomputable=pointwise.recomputable(),
         )
     if joint.ran:
         region.remember(Record(joint.identity, joint.rows, region.graph_report.dump()))

@@ -4,6 +4,7 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -16,14 +17,39 @@ import torch.utils._pytree as pytree
 from torch.fx.node import _get_qualified_name as qualified_name  # noqa: F401
 
 
-def compile_fx(gm, inputs, *, inner, decompositions, config):
+def compile_fx(gm, inputs, *, inner, decompositions, config, recomputable=()):
     """Inductor's whole pipeline with our inner compiler, decompositions and config.
 
-    `inner(gm, inputs, **kwargs)` is called once a graph; 2.13 passes more keywords than 2.11.
+    `inner(gm, inputs, **kwargs)` is called once a graph; 2.13 passes more keywords than 2.11. Results of
+    the operators `recomputable` need not be kept for the backward graph.
     """
     from torch._inductor.compile_fx import compile_fx as compile_graph
 
-    return compile_graph(gm, inputs, inner_compile=inner, decompositions=decompositions, config_patches=config)
+    with _recomputed(recomputable):
+        return compile_graph(gm, inputs, inner_compile=inner, decompositions=decompositions, config_patches=config)
+
+
+@contextlib.contextmanager
+def _recomputed(operators):
+    """Let the partition into forward and backward compute these operators again and count on their fusion.
+
+    It knows ATen's cheap operators by a list. What is not on it is always kept: a GELU kept four results of
+    the size of its input, a cross-entropy its exponentials in binary32.
+    """
+    from torch._functorch import partitioners
+
+    usual = partitioners.get_default_op_list
+    cheap = {*operators, torch.ops.aten.detach}  # Inductor's decompositions leave no detach, so the list doesn't need it
+    # A constant is one node for the whole graph. As a fusible one it would forbid all its users but the first
+    # to be computed again, since they lie far apart.
+    constants = {torch.ops.aten.full}
+
+    def get_default_op_list():
+        found = usual()
+        return dataclasses.replace(found, fusible_ops=(found.fusible_ops | cheap) - constants, recomputable_ops=found.recomputable_ops | cheap)
+
+    with mock.patch.object(partitioners, "get_default_op_list", get_default_op_list):
+        yield
 
 
 def compile_fx_inner(gm, inputs, **kwargs):
@@ -67,7 +93,8 @@ def _rows_stay_in_registers():
     """Rows that Inductor reads in a loop from 1024 elements are held in registers up to 4096.
 
     A sum of ours goes over its row twice, for the maximum and for the terms, where Inductor's own goes
-    once: a loop would read memory twice.
+    once: a loop would read memory twice. Inductor also loops from 64 elements where something beside the
+    rows is gathered, such as the mask of an attention.
     """
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
@@ -76,7 +103,8 @@ def _rows_stay_in_registers():
     usual = InductorChoices.should_use_persistent_reduction
 
     def should_use_persistent_reduction(features, cooperative_reduction):
-        inner = features.get_reduction_hint() == ReductionHint.INNER
+        nodes = features.reduction_nodes()
+        inner = bool(nodes) and all(features.reduction_hint(node) == ReductionHint.INNER for node in nodes)
         return usual(features, cooperative_reduction) or (inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW))
 
     with mock.patch.object(InductorChoices, "should_use_persistent_reduction", staticmethod(should_use_persistent_reduction)):

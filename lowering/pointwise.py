@@ -75,6 +75,11 @@ def stored(op):
     return op
 
 
+def recomputable():
+    """Operators that cost less than what keeping their result takes: all but random draws (section 7)."""
+    return [getattr(torch.ops.carbon, name) for name, (_, _, section) in PROGRAMS.items() if section != "7"]
+
+
 def install_lowerings():
     """Give Inductor the lowerings of every registered operation; Inductor is imported only here."""
     from torch._inductor.lowering import lowerings, register_lowering

@@ -322,6 +322,29 @@ def test_derivatives_of_torch_func(transform, fast):
     assert carbon_compile.certificate().held
 
 
+def test_backward_keeps_no_more_than_it_needs(fast):
+    """Cheap results are computed again: of a GELU in small steps, as GPT-2 writes it, only its input is kept
+    and, for a weight's gradient, its output; of a loss only the scores."""
+
+    def gelu(x):
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    x, target = torch.randn(512, 16), torch.arange(512) % 16
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
+
+    def loss(x, a, b, c):
+        return F.cross_entropy(gelu(gelu(x @ a) @ b) @ c, target)
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        result = compiled(loss)(x, *weights)
+    # x, two products with their activations, and the scores.
+    assert sum(t.numel() >= x.numel() for t in kept) == 6, [tuple(t.shape) for t in kept]
+    expected = torch.autograd.grad(loss(x, *weights), weights)
+    for found, stock in zip(torch.autograd.grad(result, weights), expected, strict=True):
+        torch.testing.assert_close(found, stock)
+
+
 def test_sizes_of_zero(fast):
     def fn(a, b, v):
         s = F.scaled_dot_product_attention(a[None], b.mT[None], b.mT[None])
