@@ -195,6 +195,21 @@ def _vector_bitcasts():
         yield
 
 
+def compile_processes(device):
+    """Inductor's pool of processes that compile Triton kernels, or None where it has none.
+
+    What they compile for a CUDA device goes where Inductor keeps its kernels. Inductor sets the variable
+    too, but only when it first compiles in this process: that would be while our kernels are under way.
+    """
+    from torch._inductor import async_compile, config
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    if async_compile.get_compile_threads() <= 1 or config.worker_start_method != "subprocess":
+        return None
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+    return async_compile.AsyncCompile.process_pool()
+
+
 def inductor_settings():
     """The names of this PyTorch's Inductor settings."""
     from torch._inductor import config
