@@ -72,7 +72,7 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
         if not report.refused:
             raise
         log.info("refused:\n%s", report)
-        region.dump("report.txt", str(report))
+        region.dump("report.txt", lambda: str(report))
         return refusing(report)
     finish(region, gm, example_inputs)
     return region
@@ -115,7 +115,7 @@ def finish(region, gm, example_inputs):
     region.enter(example_inputs, report)
     escapes.announce(report)
     region.show()
-    region.dump("report.txt", f"{report}\n{region.table()}")
+    region.dump("report.txt", lambda: f"{report}\n{region.table()}")
     host.trace_artifact("carbon_verdicts", lambda: json.dumps({**region.record.as_dict(), "function": region.name, "report": report.render("json")}))
     log.info("compiled %s: graph %s", region.name, region.record.graph)
 
@@ -142,7 +142,7 @@ class JointPass(host.custom_graph_pass()):
     def __call__(self, graph):
         self.ran = True
         region, gm = self.region, graph.owning_module
-        region.dump("before.txt", readable(gm))
+        region.dump("before.txt", lambda: readable(gm))
         cut_products(graph)
         judge = Judge(gm, region.graph_report.policy)
         self.identity = graph_hash(graph)
@@ -156,7 +156,7 @@ class JointPass(host.custom_graph_pass()):
         self.collect()
         region.graph_report.extend(without_echoes(judge.report, region.graph_report))
         region.raise_if_refused()
-        region.dump("after.txt", readable(rewritten))
+        region.dump("after.txt", lambda: readable(rewritten))
         replace_graph(graph, rewritten)
 
     def uuid(self):

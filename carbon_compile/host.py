@@ -55,8 +55,75 @@ def _recomputed(operators):
 def compile_fx_inner(gm, inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner as compile_inner
 
-    with _vector_bitcasts(), _one_dtype_handler(), _loops_wait_for_stores(), _rows_stay_in_registers():
+    with _vector_bitcasts(), _loops_wait_for_stores(), _rows_stay_in_registers(), _fast_compilation():
         return compile_inner(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _fast_compilation():
+    """What costs Inductor much time on graphs of many small operations, done faster, to the same code."""
+    with _one_dtype_handler(), _lean_loop_bodies(), _no_symbols_where_sizes_are_known():
+        yield
+
+
+@contextlib.contextmanager
+def _lean_loop_bodies():
+    """Run the inside of a loop without torch.fx's interpreter, whose provenance and progress bar for every
+    one of its operations cost as much as the operations."""
+    from torch._inductor.loop_body import InterpreterShim, LoopBodyBlock
+    from torch._inductor.virtualized import V
+
+    def call(block):
+        handler, submodules = V.get_ops_handler(), block.body.submodules
+        interpreter = InterpreterShim(block.graph, submodules)
+        values = interpreter.env = {}
+
+        def value(argument):
+            if isinstance(argument, torch.fx.Node):
+                return values[argument]
+            if isinstance(argument, (tuple, list, dict, slice)):
+                return torch.fx.node.map_arg(argument, values.__getitem__)
+            return argument
+
+        with V.set_interpreter_handler(interpreter):
+            for node in block.graph.nodes:
+                interpreter.current_node = node
+                if node.op == "placeholder":
+                    values[node] = handler
+                    continue
+                arguments = [value(argument) for argument in node.args]
+                keywords = {name: value(argument) for name, argument in node.kwargs.items()}
+                if node.op == "call_method":
+                    function = getattr(arguments.pop(0), node.target)
+                elif node.op == "call_module":
+                    function = submodules[node.target]
+                elif node.op == "call_function":
+                    function = node.target
+                elif node.op == "get_attr":
+                    values[node] = submodules[node.target]
+                    continue
+                else:
+                    return arguments[0]
+                values[node] = function(*arguments, **keywords)
+
+    with mock.patch.object(LoopBodyBlock, "__call__", call):
+        yield
+
+
+@contextlib.contextmanager
+def _no_symbols_where_sizes_are_known():
+    """In a graph without symbolic sizes, don't search every operation for them."""
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    search = Scheduler.get_graph_partition_symbol_inputs
+
+    def symbols(scheduler, partition, input_nodes):
+        return search(scheduler, partition, input_nodes) if V.graph.sizevars.shape_env.var_to_range else OrderedSet()
+
+    with mock.patch.object(Scheduler, "get_graph_partition_symbol_inputs", symbols):
+        yield
 
 
 @contextlib.contextmanager
@@ -180,6 +247,21 @@ def _vector_bitcasts():
 
     with mock.patch.object(CppVecOverrides, "to_dtype_bitcast", staticmethod(to_dtype_bitcast)):
         yield
+
+
+def compile_processes(device):
+    """Inductor's pool of processes that compile Triton kernels, or None where it has none.
+
+    What they compile for a CUDA device goes where Inductor keeps its kernels. Inductor sets the variable
+    too, but only when it first compiles in this process: that would be while our kernels are under way.
+    """
+    from torch._inductor import async_compile, config
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    if async_compile.get_compile_threads() <= 1 or config.worker_start_method != "subprocess":
+        return None
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+    return async_compile.AsyncCompile.process_pool()
 
 
 def inductor_settings():

@@ -11,11 +11,11 @@ log = logging.getLogger(__name__)
 
 
 def start(graph):
-    """Compile the kernels that the products of a final graph will launch, in threads of their own.
+    """Compile the kernels that the products of a final graph will launch, in processes of their own.
 
     Only for graphs on a CUDA device, and only a saving of time: a product whose kernel is not ready
-    compiles it at its first call. Products of symbolic sizes are left to that. The threads get no
-    tensors: a fake one would bring its mode into them while this thread traces.
+    compiles it at its first call. Products of symbolic sizes are left to that. The thread that waits gets
+    no tensors: a fake one would bring its mode into it while this thread traces.
     """
     with host.real_tensors():
         calls = [call for node in graph.nodes if (call := _product(node)) is not None]
@@ -24,7 +24,7 @@ def start(graph):
         from .templates import matmul
 
         device = calls[0][0]
-        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device)
+        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device))
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
     return thread

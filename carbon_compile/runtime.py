@@ -58,11 +58,11 @@ class Region:
         return Report([*self.report, *self.graph_report], self.report.policy)
 
     def dump(self, kind, text):
-        """Write a file beside the others of this region, where the user asked for it."""
+        """Write `text()` beside the other files of this region, where the user asked for it."""
         if self.options.dump:
             os.makedirs(self.options.dump, exist_ok=True)
             with open(os.path.join(self.options.dump, f"{self.key[:12]}.{kind}"), "w", encoding="utf-8") as file:
-                file.write(text)
+                file.write(text())
 
     def show(self):
         """The table of verdicts on standard error, where the user asked for it."""

@@ -65,28 +65,77 @@ def _sqrt_float64(x):
 
 
 class Value:
-    """A scalar inside an Inductor kernel, with its dtype and Python's operators."""
+    """A scalar inside an Inductor kernel: the step of a tape that makes it, its dtype, Python's operators."""
 
-    __slots__ = ("v", "dtype")
+    __slots__ = ("tape", "step", "dtype")
 
-    def __init__(self, v, dtype):
-        self.v = v
-        self.dtype = dtype
+    def __init__(self, tape, step, dtype):
+        self.tape, self.step, self.dtype = tape, step, dtype
 
 
-def _constant(c, dtype):
-    from torch._inductor.virtualized import ops
+class Tape:
+    """The calls of Inductor's operations that a program makes, `(name, steps of operands, constants, keywords)`,
+    each made once. Its inputs are the first steps."""
 
-    if dtype is torch.bool:
-        return Value(ops.constant(bool(c), dtype), dtype)
-    return Value(ops.constant(float(c) if dtype.is_floating_point else int(c), dtype), dtype)
+    def __init__(self, inputs):
+        self.inputs, self.calls, self.steps = inputs, [], {}
+
+    def call(self, name, dtype, operands=(), constants=(), **keywords):
+        call = (name, tuple(value.step for value in operands), constants, keywords)
+        fresh = self.inputs + len(self.calls)
+        step = self.steps.setdefault(repr(call), fresh)  # by text: 0.0 equals -0.0, and 1 True
+        if step == fresh:
+            self.calls.append(call)
+        return Value(self, step, dtype)
+
+    def needed(self, result):
+        """The calls that step `result` needs, and which of the steps it is among them."""
+        used = {result}
+        for step in range(result, self.inputs - 1, -1):
+            if step in used:
+                used.update(self.calls[step - self.inputs][1])
+        steps = [*range(self.inputs), *sorted(step for step in used if step >= self.inputs)]
+        place = {step: n for n, step in enumerate(steps)}
+        calls = [self.calls[step - self.inputs] for step in steps[self.inputs :]]
+        return [(name, tuple(place[step] for step in operands), *rest) for name, operands, *rest in calls], place[result]
+
+
+def record(evaluate, dtypes):
+    """A function `play(handler, *inputs)` that lets a handler of Inductor's compute `evaluate(values)`, for
+    inputs of these dtypes.
+
+    Inductor runs the inside of an operation some ten times: for sizes, for dependencies, for code. A program
+    is a straight line, so it is run once, and what it needs is played.
+    """
+    tape = Tape(len(dtypes))
+    result = evaluate([Value(tape, step, dtype) for step, dtype in enumerate(dtypes)]).step
+    calls, result = tape.needed(result)
+
+    def play(handler, *inputs):
+        values = list(inputs)
+        for name, operands, constants, keywords in calls:
+            values.append(getattr(handler, name)(*[values[step] for step in operands], *constants, **keywords))
+        return values[result]
+
+    return play
+
+
+def _call(name, dtype, *operands, constants=(), **keywords):
+    """The value of one more operation on the tape of its operands."""
+    return operands[0].tape.call(name, dtype, operands, constants, **keywords)
+
+
+def _constant(c, like):
+    dtype = like.dtype
+    c = bool(c) if dtype is torch.bool else float(c) if dtype.is_floating_point else int(c)
+    return like.tape.call("constant", dtype, constants=(c, dtype))
 
 
 def _coerce(a, b):
     if not isinstance(a, Value):
-        a = _constant(a, b.dtype)
+        a = _constant(a, b)
     if not isinstance(b, Value):
-        b = _constant(b, a.dtype)
+        b = _constant(b, a)
     if a.dtype != b.dtype:
         raise TypeError(f"a program mixes {a.dtype} and {b.dtype}; convert with o.to first")
     return a, b
@@ -94,11 +143,9 @@ def _coerce(a, b):
 
 def _operator(name, result=None, reflected=False, logical=None):
     def method(self, other):
-        from torch._inductor.virtualized import ops
-
         a, b = _coerce(other, self) if reflected else _coerce(self, other)
         op = logical if logical and a.dtype is torch.bool else name
-        return Value(getattr(ops, op)(a.v, b.v), result or a.dtype)
+        return _call(op, result or a.dtype, a, b)
 
     return method
 
@@ -116,10 +163,8 @@ Value.__hash__ = None
 
 
 def _flip_sign(self):
-    from torch._inductor.virtualized import ops
-
     if not self.dtype.is_floating_point:
-        return Value(ops.neg(self.v), self.dtype)
+        return _call("neg", self.dtype, self)
     # By its bit, so that no compiler can merge the negation with a neighbour and lose a zero's sign.
     integer = torch.int32 if self.dtype is torch.float32 else torch.int64
     sign = _INT_MIN[integer]
@@ -127,11 +172,7 @@ def _flip_sign(self):
 
 
 def _invert(self):
-    from torch._inductor.virtualized import ops
-
-    if self.dtype is torch.bool:
-        return Value(ops.logical_not(self.v), torch.bool)
-    return Value(ops.bitwise_not(self.v), self.dtype)
+    return _call("logical_not" if self.dtype is torch.bool else "bitwise_not", self.dtype, self)
 
 
 Value.__neg__ = _flip_sign
@@ -139,38 +180,28 @@ Value.__invert__ = _invert
 
 
 class InductorEngine:
-    """Inside a fused kernel, C++ or Triton. One `ops` call an operation, so one rounding each."""
+    """Inside a fused kernel, C++ or Triton. One call of Inductor's an operation, so one rounding each."""
 
     @staticmethod
     def where(c, a, b):
-        from torch._inductor.virtualized import ops
-
         a, b = _coerce(a, b)
-        return Value(ops.where(c.v, a.v, b.v), a.dtype)
+        return _call("where", a.dtype, c, a, b)
 
     @staticmethod
     def rint(x):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.round(x.v), x.dtype)
+        return _call("round", x.dtype, x)
 
     @staticmethod
     def floor(x):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.floor(x.v), x.dtype)
+        return _call("floor", x.dtype, x)
 
     @staticmethod
     def trunc(x):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.trunc(x.v), x.dtype)
+        return _call("trunc", x.dtype, x)
 
     @staticmethod
     def sqrt(x):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.sqrt(x.v), x.dtype)
+        return _call("sqrt", x.dtype, x)
 
     @staticmethod
     def isnan(x):
@@ -178,23 +209,17 @@ class InductorEngine:
 
     @staticmethod
     def abs(x):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.abs(x.v), x.dtype)
+        return _call("abs", x.dtype, x)
 
     @staticmethod
     def to(x, dtype):
-        from torch._inductor.virtualized import ops
-
         if dtype is x.dtype:
             return x
-        return Value(ops.to_dtype(x.v, dtype, src_dtype=x.dtype), dtype)
+        return _call("to_dtype", dtype, x, constants=(dtype,), src_dtype=x.dtype)
 
     @staticmethod
     def bits(x, dtype):
-        from torch._inductor.virtualized import ops
-
-        return Value(ops.to_dtype_bitcast(x.v, dtype, x.dtype), dtype)
+        return _call("to_dtype_bitcast", dtype, x, constants=(dtype, x.dtype))
 
     @staticmethod
     def dtype(x):

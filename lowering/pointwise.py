@@ -6,12 +6,13 @@ other pointwise operation. Floating inputs are widened exactly to binary32 (bina
 is), integers are rounded once to it, and the result is rounded once to `dtype`.
 """
 
+import functools
 import struct
 from string import ascii_lowercase
 
 import torch
 
-from .engines import InductorEngine, TorchEngine, Value, round_to
+from .engines import InductorEngine, TorchEngine, record, round_to
 
 LIBRARY = torch.library.Library("carbon", "DEF")
 PROGRAMS = {}
@@ -32,8 +33,12 @@ def register(name, program, inputs, section, widen=True):
     def eager(*tensors, dtype):
         return evaluate(TorchEngine, tensors, dtype)
 
+    @functools.cache
+    def recorded(dtypes, dtype):
+        return record(lambda values: evaluate(InductorEngine, values, dtype), dtypes)
+
     def lowered(*tensors, dtype):
-        return _fused(lambda values: evaluate(InductorEngine, values, dtype), tensors, dtype)
+        return _fused(recorded(tuple(t.get_dtype() for t in tensors), dtype), tensors, dtype)
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"carbon::{name}", _elementwise_fake, lib=LIBRARY)
@@ -89,22 +94,31 @@ def install_lowerings():
             register_lowering(op, broadcast=True, type_promotion_kind=None)(lowered)
 
 
-def _fused(evaluate, tensors, dtype):
+def _fused(play, tensors, dtype):
     from torch._inductor import ir
+    from torch._inductor.virtualized import OpsValue, V
 
     device = next((t.get_device() for t in tensors if t.get_device().type != "cpu"), tensors[0].get_device())
     loaders = [t.make_loader() for t in tensors]
-    dtypes = [t.get_dtype() for t in tensors]
 
     def inner(index):
-        values = [Value(load(index), d) for load, d in zip(loaders, dtypes, strict=True)]
-        return evaluate(values).v
+        inputs = [value.value if isinstance(value, OpsValue) else value for value in [load(index) for load in loaders]]
+        return OpsValue(play(V.get_ops_handler(), *inputs))
 
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(tensors[0].get_size()))
 
 
 def _elementwise_fake(*tensors, dtype):
     """Shape, strides and device of an elementwise result, by PyTorch's own rule."""
+    layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
+    static = all(isinstance(n, int) for layout in layouts for numbers in layout for n in numbers)
+    shape, order = _known_layout(layouts) if static else _elementwise_layout(tensors)
+    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+
+
+def _elementwise_layout(tensors):
+    """The shape of an elementwise result, and the order of its dimensions in memory."""
     import torch._prims_common as prims
 
     if len(tensors) > 1:
@@ -113,11 +127,16 @@ def _elementwise_fake(*tensors, dtype):
         like = [t.expand(shape) for t in like]
     else:
         shape, like = tensors[0].shape, list(tensors)
-    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
     order = prims.compute_elementwise_output_logical_to_physical_perm(*like)
     if isinstance(order, tuple):  # older versions also return whether it is a plain layout
         order = order[0]
-    return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+    return shape, order
+
+
+@functools.lru_cache(4096)
+def _known_layout(layouts):
+    """`_elementwise_layout` of tensors of these sizes and strides: a graph has few, and asks thousands of times."""
+    return _elementwise_layout([torch.empty_strided(*layout, device="meta") for layout in layouts])
 
 
 # --- section 1: IEEE arithmetic, selects, conversions ---------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -77,8 +78,11 @@ def exact_bmm(
     return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
 
 
-def precompilation(products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device) -> Callable[[], None]:
-    """A function, to call in any thread, that compiles what later products on a CUDA `device` launch.
+def precompilation(
+    products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device, processes: Executor | None = None
+) -> Callable[[], None]:
+    """A function, to call in any thread, that compiles what later products on a CUDA `device` launch,
+    in a pool of processes if there is one.
 
     `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
     strides and types of tensors are read, and only here: meta tensors do.
@@ -98,7 +102,7 @@ def precompilation(products: Iterable[tuple[Tensor, Tensor, dict]], device: torc
         )  # fmt: skip
         types = (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
         recipes.append((recipe, types))
-    return lambda: matmul_kernels.precompile(recipes, device)
+    return lambda: matmul_kernels.precompile(recipes, device, processes)
 
 
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:

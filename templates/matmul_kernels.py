@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from carbon_compile.templates import launch
 from carbon_compile.templates import quantize_kernels as kernels
+from carbon_compile.templates.elsewhere import Elsewhere
 from carbon_compile.templates.matmul import empty
 from carbon_compile.templates.matmul_recipe import (
     BIAS,
@@ -548,17 +549,20 @@ def multiply(
     return out
 
 
-def precompile(recipes: Iterable[tuple[Recipe, tuple]], device: torch.device) -> None:
-    """Compile the launches of recipes, each with the types of its operands, bias and result."""
+def precompile(
+    recipes: Iterable[tuple[Recipe, tuple]], device: torch.device, processes: Executor | None = None
+) -> None:
+    """Compile the launches of recipes, each with the types of its operands, bias and result; in
+    `processes`, where there are some."""
     from triton.runtime._async_compile import AsyncCompileMode
 
-    with (
-        torch.cuda.device(device),
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        for recipe, types in recipes:
-            recipe.warm(types)
+    with torch.cuda.device(device), ThreadPoolExecutor(os.cpu_count()) as threads:
+        pool = threads
+        if processes is not None:
+            pool = Elsewhere(threads, processes)
+        with AsyncCompileMode(pool, ignore_errors=True):
+            for recipe, types in recipes:
+                recipe.warm(types)
 
 
 class Replay:

@@ -622,6 +622,44 @@ def test_kernels_compile_for_gpus_that_are_not_here():
     assert run.stdout.startswith("compiled"), run.stderr[-3000:]
 
 
+ELSEWHERE = """
+import contextlib, os, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+
+from carbon_compile import host
+from carbon_compile.templates import launch, matmul
+
+triton.runtime.driver.set_active(Driver())
+launch.hardware = lambda device: launch.Hardware((9, 0), 132)
+torch.cuda.device = lambda device: contextlib.nullcontext()
+found = []
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: found.append((src.name, cache_hit))
+
+def meta(*shape): return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+device = torch.device("cuda")
+products = [(meta(4096, 768), meta(768, 3072), dict(window=16, balance="weight"))] * 2
+matmul.precompilation(products, device, host.compile_processes(device))()
+assert {name for name, _ in found} >= {"quantize_kernel", "specialised_kernel"}, found
+assert all(hit for _, hit in found) and os.environ["TRITON_CACHE_DIR"].startswith(os.environ["TORCHINDUCTOR_CACHE_DIR"]), found
+print("compiled", len(found))
+"""
+
+
+def test_kernels_are_compiled_in_other_processes(tmp_path):
+    """This process only loads them; no process needs a GPU for it."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "2", "TORCHINDUCTOR_WORKER_START": "subprocess"}
+    run = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=300, cwd=os.path.dirname(os.path.dirname(__file__)), env=environment)
+    assert run.stdout.startswith("compiled"), run.stderr[-3000:]
+
+
 class Recorded:
     """A kernel that notes what it is launched with, the ordinary way or by its compiled form."""
 
