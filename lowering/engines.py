@@ -226,12 +226,22 @@ class InductorEngine:
         return x.dtype
 
 
+class TritonEngine(InductorEngine):
+    """On a GPU, where rounding to a narrow type is an instruction that Triton writes down itself."""
+
+    @staticmethod
+    def narrowed(x, dtype):
+        """Binary32 `x` rounded to `dtype`, again in a binary32 register."""
+        stored = _call("to_dtype", dtype, x, constants=(dtype,), src_dtype=x.dtype, use_compute_types=False)
+        return InductorEngine.to(stored, torch.float32)
+
+
 def round_to(o, x, dtype):
     """Convert the value `x` to `dtype` with one rounding to nearest even (contract section 1).
 
     Float to float is RN, float to integer truncates and saturates with NaN to 0, float to bool is
-    `x != 0`. The narrow roundings are done in integers: a fused kernel keeps bfloat16 and float16
-    values in binary32 registers, and some compilers drop a conversion there and back.
+    `x != 0`. A fused kernel keeps bfloat16 and float16 values in binary32 registers. C++ compilers
+    may drop a conversion there and back, so there the narrow roundings are done in integers.
     """
     source = o.dtype(x)
     if dtype is source:
@@ -240,6 +250,8 @@ def round_to(o, x, dtype):
         return o.to(x, dtype)
     if source is torch.float64 and dtype in (torch.bfloat16, torch.float16):
         x, source = _odd_to_float32(o, x), torch.float32
+    if o is TritonEngine and dtype in (torch.bfloat16, torch.float16) and source is torch.float32:
+        return o.to(o.narrowed(x, dtype), dtype)
     if dtype is torch.bfloat16 and source is torch.float32:
         return o.to(_keep_bits(o, x, 16), dtype)
     if dtype is torch.float16 and source is torch.float32:

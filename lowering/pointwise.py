@@ -12,7 +12,7 @@ from string import ascii_lowercase
 
 import torch
 
-from .engines import InductorEngine, TorchEngine, record, round_to
+from .engines import InductorEngine, TorchEngine, TritonEngine, record, round_to
 
 LIBRARY = torch.library.Library("carbon", "DEF")
 PROGRAMS = {}
@@ -34,11 +34,13 @@ def register(name, program, inputs, section, widen=True):
         return evaluate(TorchEngine, tensors, dtype)
 
     @functools.cache
-    def recorded(dtypes, dtype):
-        return record(lambda values: evaluate(InductorEngine, values, dtype), dtypes)
+    def recorded(engine, dtypes, dtype):
+        return record(lambda values: evaluate(engine, values, dtype), dtypes)
 
     def lowered(*tensors, dtype):
-        return _fused(recorded(tuple(t.get_dtype() for t in tensors), dtype), tensors, dtype)
+        device = next((t.get_device() for t in tensors if t.get_device().type != "cpu"), tensors[0].get_device())
+        engine = InductorEngine if device.type == "cpu" else TritonEngine
+        return _fused(recorded(engine, tuple(t.get_dtype() for t in tensors), dtype), tensors, device, dtype)
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"carbon::{name}", _elementwise_fake, lib=LIBRARY)
@@ -94,11 +96,10 @@ def install_lowerings():
             register_lowering(op, broadcast=True, type_promotion_kind=None)(lowered)
 
 
-def _fused(play, tensors, dtype):
+def _fused(play, tensors, device, dtype):
     from torch._inductor import ir
     from torch._inductor.virtualized import OpsValue, V
 
-    device = next((t.get_device() for t in tensors if t.get_device().type != "cpu"), tensors[0].get_device())
     loaders = [t.make_loader() for t in tensors]
 
     def inner(index):

@@ -45,3 +45,17 @@ def test_sqrt_of_narrow_types_is_the_nearest(dtype):
     x = torch.rand(20_000).mul(100).to(dtype)
     wide = torch.tensor([root(v) for v in x.tolist()], dtype=torch.float64)
     assert_bitwise(TorchEngine.sqrt(x.float()).to(dtype), wide.float().to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_rounds_every_pattern_as_a_cpu_does(dtype):
+    """Inside a kernel, where the rounded value is used again, and at its end."""
+    x = torch.arange(-(2**31), 2**31, 251).to(torch.int32).view(torch.float32)
+
+    def rounded(x):
+        y = x.to(dtype)
+        return y, y.float() - 1.0
+
+    for found, expected in zip(torch.compile(rounded, backend="carbon")(x.cuda()), rounded(x), strict=True):
+        assert_bitwise(found.cpu(), expected)
