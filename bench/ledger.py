@@ -23,7 +23,7 @@ from bench.step import wait
 from carbon_compile import DeterministicTrainer, ledger
 from carbon_compile.digest import prepared
 
-STEPS = 10  # a round
+STEPS = 5  # a round: short, so that a busy host spoils few pairs
 
 
 def made(options):
@@ -111,7 +111,7 @@ def main():
     parser.add_argument("--width", type=int, default=0, help="of the model, for a small one (default: GPT-2's)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9, help="pairs of rounds")
+    parser.add_argument("--rounds", type=int, default=25, help="pairs of rounds")
     parser.add_argument("--backend", default="carbon", help="for torch.compile, or none")
     parser.add_argument("--bfloat16", action="store_true", help="under bfloat16 autocast")
     parser.add_argument("--json")
