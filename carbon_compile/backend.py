@@ -83,6 +83,8 @@ def compile_region(gm, example_inputs, region, caches=True):
     joint = JointPass(region)
     config = {**inductor_config(), **dict(region.options.inductor), "joint_custom_pre_pass": joint, **host.cacheable(composites.call, source_hash())}
     caches = caches and not region.options.dump  # a warm cache has no graphs to show
+    if region.options.tune == "on":
+        precompile.recall_plans(example_inputs)
     with host.no_autocast(), dtensor.reporting(region.graph_report), composite_findings(region.graph_report) as joint.collect, host.autograd_cache(caches), logged("compile"):
         compiled = host.compile_fx(
             gm,
@@ -193,7 +195,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
     if left:
         raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
     with modes.suspended():  # a backward graph is compiled where eager code may keep the contract
-        precompile.start(gm.graph)
+        precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
 

@@ -17,6 +17,7 @@ _CHOICES = {
     "float32_matmul": ("auto", "X2", "X3"),
     "bfloat16_matmul": ("auto", "X2", "X3"),
     "float16_matmul": ("auto", "X2", "X3"),
+    "tune": ("off", "on"),
 }
 
 
@@ -33,6 +34,7 @@ class Options:
     float32_matmul: str = "auto"
     bfloat16_matmul: str = "auto"
     float16_matmul: str = "auto"
+    tune: str = "off"
     table: bool = False
     dump: str = ""
     inductor: tuple = ()

@@ -1,6 +1,7 @@
 """Product kernels compiled beside Inductor's own work, so that the first call finds them ready."""
 
 import logging
+import os
 import threading
 
 import torch
@@ -10,12 +11,13 @@ from . import host
 log = logging.getLogger(__name__)
 
 
-def start(graph):
+def start(graph, tune="off"):
     """Compile the kernels that the products of a final graph will launch, in processes of their own.
 
     Only for graphs on a CUDA device, and only a saving of time: a product whose kernel is not ready
     compiles it at its first call. Products of symbolic sizes are left to that. The thread that waits gets
-    no tensors: a fake one would bring its mode into it while this thread traces.
+    no tensors: a fake one would bring its mode into it while this thread traces. With `tune="on"` their plans
+    are measured first, here, where they weren't before on such a GPU.
     """
     with host.real_tensors():
         calls = [call for node in graph.nodes if (call := _product(node)) is not None]
@@ -24,10 +26,25 @@ def start(graph):
         from .templates import matmul
 
         device = calls[0][0]
-        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device))
+        plans = _plans() if tune == "on" else None
+        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
     return thread
+
+
+def recall_plans(inputs):
+    """Use the plans that were measured before on these inputs' GPUs, also where a warm cache compiles nothing."""
+    devices = {v.device for v in inputs if isinstance(v, torch.Tensor) and v.is_cuda}
+    if devices:
+        from .templates import tuning
+
+        for device in devices:
+            tuning.recall(device, _plans())
+
+
+def _plans():
+    return os.path.join(host.cache_dir(), "carbon")
 
 
 def _logged(compile_kernels):

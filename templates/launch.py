@@ -212,7 +212,7 @@ def gemm_plan(
         if s == 1 or padded // plan.bk >= 4 * s
     ]
     return min(
-        plans, key=lambda plan: _microseconds(plan, rows, columns, padded, window, batch, hw)
+        plans, key=lambda plan: expected(plan, rows, columns, padded, window, batch, hw)
     )
 
 
@@ -225,7 +225,7 @@ def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
     return replace(plan, span=span, splits=splits, words=words)
 
 
-def _microseconds(
+def expected(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
     """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass."""

@@ -79,17 +79,31 @@ def exact_bmm(
 
 
 def precompilation(
-    products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device, processes: Executor | None = None
-) -> Callable[[], None]:
+    products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device, processes: Executor | None = None,
+    plans: str | None = None,
+) -> Callable[[], None]:  # fmt: skip
     """A function, to call in any thread, that compiles what later products on a CUDA `device` launch,
     in a pool of processes if there is one.
 
     `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
-    strides and types of tensors are read, and only here: meta tensors do.
+    strides and types of tensors are read, and only here: meta tensors do. With a folder `plans`
+    products without a plan in it are timed here, and the fastest plan of each is kept there.
     """
     from carbon_compile.templates import matmul_kernels
 
-    recipes = []
+    products = list(products)
+    if plans:
+        from carbon_compile.templates import tuning
+
+        tuning.tune([tuning.Product(*recipe.product) for recipe, _ in _recipes(products, device) if recipe.product], device, plans)
+    recipes = list(_recipes(products, device))
+    return lambda: matmul_kernels.precompile(recipes, device, processes)
+
+
+def _recipes(products, device):
+    """The recipe of each product that has one, with the types of its buffers."""
+    from carbon_compile.templates import matmul_kernels
+
     for a, b, options in products:
         shape = (*a.shape[:-1], b.shape[-1])
         bias, engine = options.get("bias"), options.get("engine", "int8")
@@ -100,9 +114,7 @@ def precompilation(
             None if bias is None else bias.expand(shape), engine,
             options.get("transposed", False), device=device,
         )  # fmt: skip
-        types = (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
-        recipes.append((recipe, types))
-    return lambda: matmul_kernels.precompile(recipes, device, processes)
+        yield recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
 
 
 def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:

@@ -452,9 +452,9 @@ def prepare(
         if bias is not None:
             bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
     batch = a.shape[0] if a.dim() == 3 else 1
-    plan = plan or launch.gemm_plan(
-        qa.rows, qb.rows, qa.padded, window, batch, launch.hardware(device or a.device), engine
-    )
+    if plan is None:
+        recipe.product = (qa.rows, qb.rows, qa.padded, window, batch, engine)
+        plan = launch.gemm_plan(*recipe.product[:5], launch.hardware(device or a.device), engine)
     recipe.plan = plan
     multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan)
     return recipe

@@ -80,6 +80,7 @@ class Recipe:
         self.launches: list[Launch] = []
         self.quantising = 0  # how many of them make digits
         self.plan = None  # of the rest
+        self.product = None  # what that was chosen by, if it was: m, n, padded k, window, batch, engine
         self.sizes = {WORK: 0, ZEROS: 0}
         self._compiled: dict[int, tuple] = {}  # by the number of the launch
 
