@@ -537,6 +537,17 @@ def unscale(gradients, factor):
     return not any(flag.item() for flag in flags.values())
 
 
+@contextlib.contextmanager
+def as_if_stepped(optimizer):
+    """Learning-rate schedulers don't warn that the optimizer hasn't stepped before them."""
+    before = vars(optimizer).get("_opt_called", False)
+    optimizer._opt_called = True
+    try:
+        yield
+    finally:
+        optimizer._opt_called = before
+
+
 def optimizer_hooks():
     """How many hooks stand behind the steps of all optimizers."""
     from torch.optim.optimizer import _global_optimizer_post_hooks

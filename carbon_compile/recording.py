@@ -29,7 +29,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import environment, host
 from .bits import ENGINE_FLAGS
 from .digest import prepared, signed
-from .ledger_file import FORMAT, GROUPS, LedgerError, Writer, group_differences, same_bits, tensor_differences
+from .ledger_file import (
+    FORMAT,
+    GROUPS,
+    LedgerError,
+    Writer,
+    group_differences,
+    same_bits,
+    tensor_differences,
+)
 
 _REASON = "a carbon ledger reads, and computes nothing that training sees"
 
@@ -136,7 +144,7 @@ class Ledger:
         LedgerError in a ledger whose `with` block isn't running, as of every method.
         """
         self._require_open()
-        with _as_stock():
+        with as_stock():
             while self._pending:
                 self._finish()
         self._writer.sync()
@@ -145,7 +153,7 @@ class Ledger:
         """Write the steps whose hashes have arrived; wait only where more than LATE are on their way. A trainer calls it while
         the host has nothing else to do; without it, the next step recorded does so."""
         self._require_open()
-        with _as_stock():
+        with as_stock():
             while self._pending and (len(self._pending) > LATE or self._pending[0].arrived()):
                 self._finish()
 
@@ -186,7 +194,7 @@ class Ledger:
         if self._parted:  # whoever caught that error may go on, but not in this file
             raise LedgerError(self._parted)
         self.count = step
-        with _as_stock(), torch.no_grad():
+        with as_stock(), torch.no_grad():
             if self.due(step):
                 self._pending.append(self._started(losses, model, optimizer, step, facts or {}))
         # The device has its work by now, and the host time to write what has arrived meanwhile.
@@ -494,7 +502,7 @@ def _room(integers):
     return torch.empty(integers.shape, dtype=integers.dtype, pin_memory=True), torch.cuda.Event()
 
 
-def _as_stock():
+def as_stock():
     """Integers need no rules: under `carbon_compile.enable`, hashing goes around them."""
     modes = sys.modules.get("carbon_compile.modes")
     return contextlib.nullcontext() if modes is None else modes.suspended()
@@ -563,7 +571,7 @@ def _watch_backward():
 
 
 def _first_element(loss):
-    with _as_stock(), torch.no_grad():
+    with as_stock(), torch.no_grad():
         return (loss if loss.dim() == 0 else loss.reshape(-1)[0]).clone()
 
 

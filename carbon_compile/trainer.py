@@ -25,8 +25,8 @@ from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
 from .loss_scale import LossScale
 from .lowering.policy import matmul_precision
-from .recording import open_ledgers, parameter_names, unobserved
-from .snapshot import Buffers, RandomState, Snapshot
+from .recording import as_stock, open_ledgers, parameter_names, unobserved
+from .snapshot import Buffers, RandomState, Snapshot, Undo, set_settings, settings
 
 
 class StepFailed(RuntimeError):
@@ -34,7 +34,14 @@ class StepFailed(RuntimeError):
 
 
 class TornStep(RuntimeError):
-    """The optimizer failed after it had changed weights; load a checkpoint."""
+    """The optimizer failed after it had changed weights or its state, of which there was no copy; load a checkpoint.
+
+    changed: what has changed, such as "layers.0.weight" and "optimizer state of layers.0.weight".
+    """
+
+    def __init__(self, message, changed=()):
+        super().__init__(message)
+        self.changed = tuple(changed)
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,14 @@ class DeterministicTrainer:
             unless `carbon_compile.enable` is in force.
         check_loss: whether a loss that isn't finite ends the step with StepFailed. The host reads
             the loss while the device is busy with the backward pass.
+        rollback: whether weights and optimizer state are copied before the optimizer changes them, so
+            that one that fails midway is taken back. It takes as much memory as they do. By default
+            where they are at most 256 MiB.
 
-    A step that raises leaves model, optimizer, schedulers and random state as before it. Forward and
-    backward don't change weights, so a copy of the buffers before each step is all that this costs.
+    A step that raises leaves model, optimizer, schedulers, loss scale and random state as before it.
+    Forward and backward don't change weights, so up to the optimizer a copy of the buffers is all that
+    this costs; schedulers, which may raise too, are asked for the next rates before it. Only without
+    `rollback`, an optimizer that fails midway leaves what it has changed: TornStep names it.
     Between steps no parameter has a gradient.
     """
 
@@ -110,6 +122,7 @@ class DeterministicTrainer:
         backend: str | Callable | None = "carbon",
         options: dict | None = None,
         check_loss: bool = True,
+        rollback: bool | None = None,
     ):
         if loss_fn is not None and forward is not None:
             raise ValueError("give loss_fn or forward, not both")
@@ -128,7 +141,8 @@ class DeterministicTrainer:
         DeterministicTrainer._made += 1
         self._random = RandomState.seeded(seed)
         self._buffers = Buffers()
-        self._torn = ""
+        self._undo = Undo(optimizer, rollback)
+        self._torn, self._file = None, ""
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         if backend is None:
             self._loss, self._update = self._slice_loss, self._apply
@@ -146,10 +160,9 @@ class DeterministicTrainer:
 
         Raises what the model raises, ValueError for a batch that can't be cut, and StepFailed for a
         loss that isn't finite: the step is then taken back. TornStep, and from then on at every
-        call until `load`, where the optimizer failed after it had changed weights.
+        call until `load`, where the optimizer failed midway and there is no copy (see `rollback`).
         """
-        if self._torn:
-            raise TornStep(self._torn)
+        self._require_whole()
         with unobserved(), self._or_back():
             loss, losses = self._gradients(batch)
             self._change_unless_skipped()
@@ -216,28 +229,56 @@ class DeterministicTrainer:
         return {} if self.loss_scale is None else {f"loss_scale.{key}": value for key, value in self.loss_scale.state_dict().items()}
 
     def _change(self):
-        """Optimizer and schedulers. If the optimizer raises before it changes a weight, what it began is undone."""
-        known = set(self.optimizer.state)
-        versions = [p._version for p in self.model.parameters()]
+        """Optimizer and schedulers, both or none; TornStep where that can't be."""
         schedules = [_plain_state(s) for s in self.schedulers]
-        rates = [_copied_rate(group.get("lr")) for group in self.optimizer.param_groups]
+        with as_stock():
+            self._undo.keep()
         try:
+            set_rates = self._rates_ahead()
             # Optimizers of a class share the code of their step, which is compiled for each.
             with host.recompiles_allowed(8 + 2 * DeterministicTrainer._made):
                 self._update()
-            for scheduler in self.schedulers:
-                scheduler.step()
+            set_rates()
         except BaseException as error:
-            if versions != [p._version for p in self.model.parameters()]:
-                self._torn = f"step {self.steps + 1} failed while it changed weights ({type(error).__name__}: {error}); load a checkpoint"
-                raise TornStep(self._torn) from error
-            for parameter in set(self.optimizer.state) - known:
-                del self.optimizer.state[parameter]
+            with as_stock():
+                changed = self._undo.back()
             for scheduler, state in zip(self.schedulers, schedules, strict=True):
                 scheduler.load_state_dict(state)
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                _set_rate(group, rate)
+            if changed or not self._undo.tells_all():
+                self._torn = self._tear(error, changed)
+                raise self._torn from error
             raise
+
+    def _rates_ahead(self):
+        """Step the schedulers, before the optimizer because they may raise; what they set takes effect by calling the result."""
+        if not self.schedulers:
+            return lambda: None
+        groups = self.optimizer.param_groups
+        present = [settings(group) for group in groups]
+        with host.as_if_stepped(self.optimizer):
+            for scheduler in self.schedulers:
+                scheduler.step()
+        ahead = [settings(group) for group in groups]
+        _set_all(groups, present)
+        return lambda: _set_all(groups, ahead)
+
+    def _tear(self, error, changed):
+        names = parameter_names(self.model, self.optimizer)
+        told = [names.get(id(p), "what is no parameter's") if kind == "weights" else f"optimizer state of {names.get(id(p), 'no parameter')}" for p, kind in changed]
+        shown = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+        what = f"{shown} changed" if changed else "nothing is seen to have changed"
+        if not self._undo.tells_all():
+            what += f", but {type(self.optimizer).__name__}'s step isn't PyTorch's and may have changed more"
+        file = f" (the last is {self._file})" if self._file else ""
+        return TornStep(
+            f"step {self.steps + 1} failed in the optimizer ({type(error).__name__}: {error}) midway: {what}. "
+            f"Load a checkpoint{file}; rollback=True takes such a step back",
+            told,
+        )
+
+    def _require_whole(self):
+        if self._torn is not None:
+            raise TornStep(*self._torn.args, self._torn.changed)
 
     def _slice_loss(self, batch):
         with self._autocast():
@@ -279,13 +320,14 @@ class DeterministicTrainer:
 
         Takes copies of weights, gradients and optimizer state, twice; ledgers don't see it.
         """
+        self._require_whole()
         snapshot, steps, random = Snapshot(self.model, self.optimizer, self.schedulers), self.steps, self._random
         scale = self.loss_scale and self.loss_scale.state_dict()
         results = []
 
         def restore():
             snapshot.restore()
-            self.steps, self._random = steps, random
+            self.steps, self._random, self._torn = steps, random, None
             if scale:
                 self.loss_scale.load_state_dict(scale)
 
@@ -293,6 +335,8 @@ class DeterministicTrainer:
             for _ in range(2):
                 results.append(self._traced_step(batch))
                 restore()
+        except TornStep as torn:  # of everything there is a copy
+            raise torn.__cause__ from None
         finally:
             restore()
             self._clear_gradients()
@@ -344,8 +388,7 @@ class DeterministicTrainer:
 
         extra: tensors and plain values of your own, such as the best epoch so far; `load` returns it.
         """
-        if self._torn:
-            raise TornStep(self._torn)
+        self._require_whole()
         for one in open_ledgers():
             one.flush()
         checkpoint.save(
@@ -363,6 +406,7 @@ class DeterministicTrainer:
                 "extra": extra or {},
             },
         )
+        self._file = os.fspath(path)
 
     def load(self, path: str | os.PathLike, *, strict: bool = True) -> dict:
         """Go on from a checkpoint, and return its `extra`.
@@ -392,7 +436,7 @@ class DeterministicTrainer:
         if self.loss_scale is not None and content.get("loss_scale"):
             self.loss_scale.load_state_dict(content["loss_scale"])
         self._random = RandomState.load(content["random"])
-        self.steps, self._torn = content["step"], ""
+        self.steps, self._torn, self._file = content["step"], None, os.fspath(path)
         self._clear_gradients()
         return content["extra"]
 
@@ -475,15 +519,9 @@ def _rates_as_tensors(optimizer):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
 
 
-def _copied_rate(rate):
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _set_rate(group, rate):
-    if isinstance(rate, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
-        group["lr"].copy_(rate)
-    elif rate is not None:
-        group["lr"] = rate
+def _set_all(groups, values):
+    for group, kept in zip(groups, values, strict=True):
+        set_settings(group, kept)
 
 
 def _plain_state(scheduler):

@@ -1,6 +1,7 @@
 """DeterministicTrainer: what a step computes, what a failing one leaves, and that a run resumes bit for bit."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -411,27 +412,103 @@ def test_a_failing_optimizer_that_changed_nothing_is_taken_back():
     assert_bitwise(state(trainer), state(other))
 
 
-def test_an_optimizer_that_fails_in_the_middle_asks_for_a_checkpoint(tmp_path):
-    trainer = made()
+class Halfway(torch.optim.SGD):
+    """Once broken, it changes the first weight where PyTorch's counters see it, the second where they don't, and fails."""
+
+    broken = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.broken:
+            return super().step(closure)
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if i == 2:
+                self.param_groups[0]["more"] = 1
+                raise OSError("broken")
+            self.state[p].setdefault("steps", []).append(i)
+            p.add_(1) if i == 0 else p.data.add_(1)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Halfway"])
+def test_an_optimizer_that_fails_midway_is_taken_back(optimizer, steps, monkeypatch):
+    monkeypatch.setattr(torch.optim, "Halfway", Halfway, raising=False)
+    trainer, other = made(optimizer, schedule=True), made(optimizer, schedule=True)
+    run(trainer, steps), run(other, steps)
+    trainer.optimizer.broken, step = True, trainer.optimizer.step
+    if optimizer == "AdamW":
+        trainer.optimizer.step = functools.wraps(step)(lambda: step() or 1 / 0)
+    with unchanged(trainer), pytest.raises((ZeroDivisionError, OSError)):
+        trainer.step(BATCH)
+    assert "more" not in trainer.optimizer.param_groups[0]
+    trainer.optimizer.broken, trainer.optimizer.step = False, step
+    run(trainer, 2), run(other, 2)
+    assert_bitwise(state(trainer), state(other))
+
+
+def test_a_compiled_step_is_taken_back():
+    with eager_engine():
+        trainer, other = made(backend="carbon"), made(backend="carbon")
+        run(trainer, 1), run(other, 1)
+        hook = trainer.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+        with unchanged(trainer), pytest.raises(Exception, match="division by zero"):
+            trainer.step(BATCH)
+        hook.remove()
+        run(trainer, 1), run(other, 1)
+    assert_bitwise(state(trainer), state(other))
+
+
+def test_a_scheduler_that_raises_is_taken_back_without_copies(recwarn):
+    trainer = made("SGD", rollback=False)
+    trainer.schedulers = [torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, 0.1, total_steps=3)]
+    rates = [run(trainer, 1) and trainer.optimizer.param_groups[0]["lr"] for _ in range(3)]
+    plain = made("SGD")
+    other = torch.optim.lr_scheduler.OneCycleLR(plain.optimizer, 0.1, total_steps=3)
+    for rate in rates:
+        plain.optimizer.step(), other.step()
+        assert plain.optimizer.param_groups[0]["lr"] == rate
+    with unchanged(trainer), pytest.raises(ValueError, match="Tried to step 4 times"):
+        trainer.step(BATCH)
+    assert not any("lr_scheduler.step" in str(w.message) for w in recwarn)
+
+
+def test_without_copies_a_torn_step_names_what_changed(tmp_path):
+    trainer = made(rollback=False)
     run(trainer, 2)
     trainer.save(tmp_path / "c.pt")
     before = state(trainer)
-    step = trainer.optimizer.step
-
-    def breaks():
-        step()
-        raise OSError("broken")
-
-    trainer.optimizer.step = breaks
-    for _ in range(2):
-        with pytest.raises(TornStep, match=r"step 3 failed while it changed weights \(OSError: broken\); load a checkpoint"):
-            trainer.step(BATCH)
-    with pytest.raises(TornStep):
-        trainer.save(tmp_path / "d.pt")
-    trainer.optimizer.step = step
+    weight = trainer.model.layers[0].weight
+    trainer.optimizer.broken, step = True, Halfway.step.__get__(trainer.optimizer)
+    trainer.optimizer.step = lambda: trainer.optimizer.state[weight]["exp_avg"].zero_() is None or step()
+    told = (
+        r"step 3 failed in the optimizer \(OSError: broken\) midway: layers.0.weight, optimizer state of layers.0.weight changed, "
+        r"but AdamW's step isn't PyTorch's and may have changed more. Load a checkpoint \(the last is .*c.pt\); rollback=True takes such a step back"
+    )
+    for use in (trainer.step, trainer.step, trainer.verify_determinism, lambda _: trainer.save(tmp_path / "d.pt")):
+        with pytest.raises(TornStep, match=told) as torn:
+            use(BATCH)
+        assert torn.value.changed == ("layers.0.weight", "optimizer state of layers.0.weight")
+    del trainer.optimizer.step
     trainer.load(tmp_path / "c.pt")
     assert_bitwise(state(trainer), before)
     trainer.step(BATCH)
+    trainer.optimizer.step = step
+    with unchanged(trainer), pytest.raises(OSError, match="broken"):
+        trainer.verify_determinism(BATCH)
+    del trainer.optimizer.step
+    trainer.step(BATCH)
+
+
+def test_copies_are_made_where_they_are_small(monkeypatch):
+    small = made()
+    run(small, 2)
+    weights = sum(p.numel() for p in small.model.parameters())
+    assert sum(t.numel() for t in small._undo._kept) == 3 * weights + len(small._undo._kept) // 4
+    monkeypatch.setattr("carbon_compile.snapshot.SMALL", 100)
+    for how, copied in (({}, False), ({"rollback": True}, True), ({"rollback": False}, False)):
+        trainer = made(**how)
+        run(trainer, 1)
+        assert (trainer._undo._kept is not None) == copied
 
 
 def test_wrong_arguments_are_refused():
