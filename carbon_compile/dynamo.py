@@ -43,14 +43,15 @@ class _Functions(dict):
         return ()
 
 
-def quiet_settings():
+def unbroken_settings():
     """Settings under which output breaks no graph: what is printed or warned of appears when the graph
-    has run, and messages to loggers are dropped."""
+    has run, and messages to loggers are dropped. Nor do recurrent layers, which have rules of ours."""
     from torch._dynamo import config
 
     loggers = {f for owner in (logging, logging.Logger) for name, f in vars(owner).items() if callable(f) and _MESSAGES.match(name)}
     return {
         "reorderable_logging_functions": config.reorderable_logging_functions | {print, warnings.warn},
+        "allow_rnn": True,
         "ignore_logging_functions": _Functions.fromkeys([*config.ignore_logging_functions, *loggers]),
     }
 
