@@ -289,6 +289,8 @@ class Target:
             raise ReplayError(f"{name}() must return (trainer, batches) or (module or function, tuple of inputs), not {type(made).__name__}")
         self.subject, self.batches = made
         self.trainer = self.subject if isinstance(self.subject, DeterministicTrainer) else None
+        if self.trainer is not None and self.trainer.shards is not None:
+            raise ReplayError(f"{name}() returned a trainer with logical shards, which have a graph and random numbers each: return one without")
 
     @staticmethod
     def load(name: str) -> "Target":

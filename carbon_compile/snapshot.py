@@ -84,6 +84,12 @@ class Buffers:
                 self._live, self._kept = live, [b.detach().clone() for b in live]
             elif live:
                 torch._foreach_copy_(self._kept, live)
+        self._versions = [b._version for b in live]
+
+    def changed(self) -> list[str]:
+        """The names, in their own modules, of buffers that were written or replaced since `keep`."""
+        now = zip(self._owners, self._versions, strict=True)
+        return [f"{type(module).__name__}.{name}" for (module, name, b), version in now if module._buffers.get(name) is not b or b._version != version]
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -119,20 +125,20 @@ class Undo:
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         live = [*weights, *(v for v in tree_leaves(list(self._entries.values())) if isinstance(v, torch.Tensor))]
         if len(live) != len(self._live) or any(a is not b for a, b in zip(live, self._live, strict=True)):
-            self._live, self._kept = live, [_local(t).clone() for t in live] if self._copied(live) else None
+            self._live, self._kept = live, [local(t).clone() for t in live] if self._copied(live) else None
         elif self._kept is not None:
-            torch._foreach_copy_(self._kept, [_local(t) for t in live])
+            torch._foreach_copy_(self._kept, [local(t) for t in live])
         self._versions = [t._version for t in live]
 
     def _copied(self, live):
-        return self.copies if self.copies is not None else sum(_local(t).nbytes for t in live) <= SMALL
+        return self.copies if self.copies is not None else sum(local(t).nbytes for t in live) <= SMALL
 
     @torch.no_grad()
     def back(self) -> list[tuple[torch.Tensor, str]]:
         """Put back what was kept; (parameter, "weights" or "state") of what has changed and could not be."""
         changed = [i for i, t in enumerate(self._live) if t._version != self._versions[i]]
         if self._kept is not None:
-            torch._foreach_copy_([_local(t) for t in self._live], self._kept)
+            torch._foreach_copy_([local(t) for t in self._live], self._kept)
             changed = []
         self.optimizer.state.clear()
         self.optimizer.state.update(self._entries)
@@ -162,7 +168,8 @@ def set_settings(group: dict, values: dict) -> None:
         group[key] = _put_back(group.get(key), value)
 
 
-def _local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, without its history."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -517,6 +517,106 @@ def test_wrong_arguments_are_refused():
             made(**how)
 
 
+# --- logical shards
+
+
+class Smooth(nn.Module):
+    """What a shard may have: weights and draws, and no buffer that a forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def sharded(shards=4, **how):
+    torch.manual_seed(1)
+    model = Smooth()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return DeterministicTrainer(model, optimizer, **{"loss_fn": F.cross_entropy, "backend": None, "data": data(), "shards": shards, **how})
+
+
+def test_a_step_of_shards_is_logical_shards_step():
+    from carbon_compile.data_parallel import LogicalShards
+
+    trainer, other = sharded(clip_norm=0.1), sharded(None)
+    shards, batches = LogicalShards(other.model, 4), data()
+    with carbon_compile.enable():
+        losses = run(trainer, 3)
+        torch.manual_seed(42)
+        for (x, y), loss in zip(batches, losses, strict=False):
+            with shards.step() as step:
+                step.backward(lambda x, y: F.cross_entropy(other.model(x), y), x, y)
+            nn.utils.clip_grad_norm_(other.model.parameters(), 0.1)
+            other.optimizer.step()
+            assert_bitwise(loss, step.loss)
+        assert_bitwise([trainer.model, trainer.optimizer], [other.model, other.optimizer])
+
+
+def test_shards_compiled_in_any_microbatches_resume_and_are_recorded(tmp_path):
+    how = {"backend": "carbon", "autocast": torch.bfloat16, "clip_norm": 0.5}
+    with eager_engine(), carbon_compile.ledger(tmp_path / "run.jsonl") as ledger:
+        trainer = sharded(**how)
+        run(trainer, 2)
+        trainer.save(tmp_path / "c.pt")
+        with unchanged(trainer):
+            assert trainer.verify_determinism(BATCH)
+        run(trainer, 2)
+    assert ledger.recorded == 4
+    other = sharded(accumulate=2, **{**how, "backend": None})
+    with carbon_compile.enable(), carbon_compile.ledger(tmp_path / "run.jsonl") as ledger:
+        other.load(tmp_path / "c.pt")
+        run(other, 2)
+    assert ledger.confirmed == 2
+    assert_bitwise(state(other), state(trainer))
+    with pytest.raises(CheckpointError, match="shards was '4, mean', here it is '2, mean'"):
+        sharded(2, **how).load(tmp_path / "c.pt")
+
+
+def test_shards_that_fail_are_taken_back():
+    trainer, half = sharded(), sharded(autocast=torch.float16)
+    run(trainer, 1), run(half, 3)
+    assert half.steps == 3 and trainer.steps == 1
+    with unchanged(trainer), pytest.raises(StepFailed, match="step 2: the loss is nan"):
+        trainer.step((BATCH[0].index_fill(0, torch.tensor([2]), float("nan")), BATCH[1]))
+    with unchanged(trainer), pytest.raises(ValueError, match="a batch of 3 can't be cut into 4 equal"):
+        trainer.step((BATCH[0][:3], BATCH[1][:3]))
+    with unchanged(trainer), pytest.raises(ValueError, match="must be a tensor of one number"):
+        trainer.loss_fn = lambda out, targets: out
+        trainer.step(BATCH)
+    moving = made(shards=2)
+    with unchanged(moving), pytest.raises(ValueError, match="the forward pass changed .*BatchNorm1d.num_batches_tracked: what a rank"):
+        moving.step(BATCH)
+
+
+def test_ranks_parts_make_up_the_batches():
+    whole, parts = [b for b, _ in data(batch_size=6)], []
+    for rank in range(3):
+        loader = data(batch_size=6)
+        loader.take_part(rank, 3)
+        parts.append([b for b, _ in loader])
+        assert (loader.epoch, loader.batch, len(loader)) == (1, 0, 4) and not loader.misfits(data(batch_size=6).state_dict())
+    assert_bitwise([torch.cat(together) for together in zip(*parts, strict=True)], whole)
+    short = data(batch_size=5)
+    short.take_part(0, 5)
+    with pytest.raises(ValueError, match="a batch of 4 can't be cut into 5 equal parts; drop_last=True"):
+        list(short)
+    with pytest.raises(ValueError, match="part 2 of 2"):
+        short.take_part(2, 2)
+
+
+def test_shards_that_do_not_fit_are_refused():
+    from carbon_compile.data_parallel import LogicalShards
+    from carbon_compile.replay import ReplayError, Target
+
+    with pytest.raises(ValueError, match="shards= is of another model"):
+        sharded(LogicalShards(Smooth(), 4))
+    with pytest.raises(ReplayError, match="job.make.. returned a trainer with logical shards"):
+        Target((sharded(), BATCH), "job:make")
+
+
 # --- proof
 
 
