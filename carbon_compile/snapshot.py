@@ -114,20 +114,23 @@ class Undo:
 
     def __init__(self, optimizer: torch.optim.Optimizer, copies: bool | None):
         self.optimizer, self.copies = optimizer, copies
-        self._live, self._kept, self._last = [], None, ()
+        self._live, self._kept = [], None
 
     @torch.no_grad()
     def keep(self) -> None:
         """Note everything as it is now."""
-        state = self.optimizer.state
-        self._entries = {p: tree_map(lambda v: v, entry) for p, entry in state.items()}
+        self._entries = {p: {key: _held(v) for key, v in entry.items()} for p, entry in self.optimizer.state.items()}
         self._groups = [settings(group) for group in self.optimizer.param_groups]
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        live = [*weights, *(v for v in tree_leaves(list(self._entries.values())) if isinstance(v, torch.Tensor))]
+        live = weights + [t for entry in self._entries.values() for v in entry.values() for t in _tensors(v)]
         if len(live) != len(self._live) or any(a is not b for a, b in zip(live, self._live, strict=True)):
             self._live, self._kept = live, [local(t).clone() for t in live] if self._copied(live) else None
+            self._kinds = {}
+            for i, t in enumerate(live):  # only what is of one kind is copied by one launch
+                self._kinds.setdefault((t.device, t.dtype), []).append(i)
         elif self._kept is not None:
-            torch._foreach_copy_(self._kept, [local(t) for t in live])
+            for places in self._kinds.values():
+                torch._foreach_copy_([self._kept[i] for i in places], [local(live[i]) for i in places])
         self._versions = [t._version for t in live]
 
     def _copied(self, live):
@@ -144,7 +147,7 @@ class Undo:
         self.optimizer.state.update(self._entries)
         for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
             set_settings(group, kept)
-        owners = {id(v): p for p, entry in self._entries.items() for v in tree_leaves(entry)}
+        owners = {id(t): p for p, entry in self._entries.items() for v in entry.values() for t in _tensors(v)}
         weights = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         found = ((self._live[i], "weights") if id(self._live[i]) in weights else (owners[id(self._live[i])], "state") for i in changed)
         return list(dict.fromkeys(found))
@@ -153,6 +156,19 @@ class Undo:
         """Whether what can't be put back is known: PyTorch's optimizers change tensors where their counters
         see it, which `.data` doesn't."""
         return self._kept is not None or getattr(self.optimizer.step, "__module__", "").startswith("torch.optim.")
+
+
+# Hundreds of values a step: pytree only where there is a tree.
+
+
+def _held(value):
+    return tree_map(lambda v: v, value) if isinstance(value, (list, tuple, dict)) else value
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple, dict)) else ()
 
 
 def settings(group: dict) -> dict:

@@ -56,7 +56,7 @@ class _Weights:
 
     def of_inputs(self, x):
         """x [..., I] -> [..., G] in binary32."""
-        return _product(x.reshape(-1, x.shape[-1]), self.w_ih, self.b_ih).reshape(*x.shape[:-1], -1)
+        return _product(x.reshape(-1, x.shape[-1]), self.w_ih, self.b_ih).reshape(*x.shape[:-1], self.w_ih.shape[0])
 
     def step(self, cell, x, state):
         """The new state from the inputs' part x [N, G], as tensors of the state's type."""

@@ -70,6 +70,17 @@ def outputs(result):
     return (y, *last) if isinstance(last, tuple) else (y, last)
 
 
+def test_sizes_that_change_and_empty_ones():
+    module = made("lstm", num_layers=1)
+    compiled = torch.compile(module, backend=carbon)
+    with torch.no_grad(), eager_engine():
+        for steps, rows in ((2, 2), (2, 5), (3, 4), (2, 0)):
+            x = torch.randn(steps, rows, INPUTS)
+            assert_bitwise(outputs(compiled(x)), eager(lambda x: outputs(module(x)), [x])[0])
+    with carbon_compile.enable(), pytest.raises(RuntimeError, match="sequence length"):
+        module(torch.randn(0, 2, INPUTS))
+
+
 def test_states_have_their_shapes_while_dynamo_traces():
     module = made("lstm", bidirectional=False)
 
