@@ -93,8 +93,8 @@ def _compile(work, backend, listener, backward, device):
 
 
 def _call_in(mode, fn, inputs):
-    """Runs a graph on fake tensors, of which also those are that it makes."""
-    with mode:
+    """Runs a graph on fake tensors, of which also those are that it makes, and asks no library about a device."""
+    with mode, host.unrolling(), host.lstm_states():
         return fn(*inputs)
 
 

@@ -42,6 +42,7 @@ class _Order(Sampler):
     def __init__(self, n, batch_size, seed, shuffle, drop_last):
         self.n, self.batch_size, self.seed, self.shuffle, self.drop_last = n, batch_size, seed, shuffle, drop_last
         self.epoch = self.batch = 0
+        self.part, self.parts = 0, 1
 
     def __len__(self):
         return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
@@ -50,7 +51,10 @@ class _Order(Sampler):
         order = permutation(self.n, self.seed, self.epoch) if self.shuffle else torch.arange(self.n)
         for batch in range(self.batch, len(self)):
             chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield [(self.epoch, index) for index in chosen.tolist()]
+            if len(chosen) % self.parts:
+                raise ValueError(f"a batch of {len(chosen)} can't be cut into {self.parts} equal parts; drop_last=True leaves out a short one")
+            size = len(chosen) // self.parts
+            yield [(self.epoch, index) for index in chosen[self.part * size : (self.part + 1) * size].tolist()]
 
 
 class _Seeded(Dataset):
@@ -147,6 +151,16 @@ class DeterministicLoader:
             order.batch += 1
             yield batch
         order.epoch, order.batch = epoch + 1, 0
+
+    def take_part(self, part: int, parts: int) -> None:
+        """Hand out the `part`-th, from 0, of `parts` equal slices of every batch, as of the next loop: one a rank.
+
+        Positions count whole batches, so they don't depend on it. A batch that can't be cut so is a ValueError
+        when its turn comes.
+        """
+        if not 0 <= part < parts:
+            raise ValueError(f"part {part} of {parts}: give a whole number from 0 below the number of parts")
+        self._order.part, self._order.parts = part, parts
 
     def state_dict(self) -> dict:
         return {"seed": self._order.seed, "length": self._order.n, "batch_size": self._order.batch_size, "shuffle": self._order.shuffle,

@@ -19,6 +19,7 @@ forward and backward pass.
 """
 
 import contextlib
+import functools
 
 import torch
 import torch.distributed as dist
@@ -243,17 +244,26 @@ class Step:
         if len(sizes) != 1 or next(iter(sizes)) % count:
             raise ValueError(f"inputs of first dimension {sorted(sizes)} can't be cut into {count} equal shards")
         for slices in zip(*(x.chunk(count) for x in inputs), strict=True):
-            self._one(loss_of, slices)
+            self.shard(functools.partial(loss_of, *slices))
 
-    def _one(self, loss_of, slices):
+    def shard(self, loss_of, start=None):
+        """Run loss_of().backward() for the next shard of this rank.
+
+        start: what the backward pass begins with, as a function of the loss, instead of 1. ValueError
+        where all of this rank's shards were run, or the loss isn't one number.
+        """
         owner = self.shards
+        if self.done == owner.local:
+            raise ValueError(f"this rank has run all its {owner.local} of the {owner.count} logical shards")
         torch.default_generator.manual_seed(self.seeds[owner.rank * owner.local + self.done])
         self.done += 1
         owner.last = self.done == owner.local
         waiting = owner.ddp.no_sync() if owner.ddp is not None and not owner.last else contextlib.nullcontext()
         with waiting:
-            loss = loss_of(*slices)
-            loss.backward()
+            loss = loss_of()
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise ValueError("the loss of a shard must be a tensor of one number")
+            loss.backward(None if start is None else start(loss))
         self.losses.append(loss.detach())
         if not owner.last:
             owner.kept.append({p: p.grad for p in owner.parameters()})

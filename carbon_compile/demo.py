@@ -7,7 +7,6 @@ come from Philox words and IEEE arithmetic alone.
 """
 
 import json
-import logging
 import math
 import os
 import sys
@@ -273,8 +272,6 @@ def main(arguments):
     if problem:
         print(f"carbon-compile demo: {problem}", file=sys.stderr)
         return _UNUSABLE
-    # PyTorch's optimizers open a profiler range, and Dynamo warns that it drops it.
-    logging.getLogger("torch._dynamo.variables.ctx_manager").setLevel(logging.ERROR)
     steps, name = arguments.steps or STEPS, arguments.backend
     runs, progress, data = {}, Progress(sys.stderr), digits.load()
     for precision in PRECISIONS:

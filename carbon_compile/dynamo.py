@@ -3,6 +3,7 @@
 Like host.py; checked on 2.11.0 and 2.13.0.
 """
 
+import contextlib
 import contextvars
 import functools
 import logging
@@ -12,6 +13,7 @@ import sys
 import traceback
 import types
 import warnings
+from unittest import mock
 
 import torch
 
@@ -43,16 +45,42 @@ class _Functions(dict):
         return ()
 
 
-def quiet_settings():
+def unbroken_settings():
     """Settings under which output breaks no graph: what is printed or warned of appears when the graph
-    has run, and messages to loggers are dropped."""
+    has run, and messages to loggers are dropped. Nor do recurrent layers, which have rules of ours."""
     from torch._dynamo import config
 
     loggers = {f for owner in (logging, logging.Logger) for name, f in vars(owner).items() if callable(f) and _MESSAGES.match(name)}
     return {
         "reorderable_logging_functions": config.reorderable_logging_functions | {print, warnings.warn},
+        "allow_rnn": True,
         "ignore_logging_functions": _Functions.fromkeys([*config.ignore_logging_functions, *loggers]),
     }
+
+
+@contextlib.contextmanager
+def optimizers_unprofiled():
+    """Dynamo leaves out the profiler's range around an optimizer's step and `zero_grad` without a warning:
+    a range that a user opens is another matter."""
+    from torch._dynamo import config
+    from torch._dynamo.variables.ctx_manager import (
+        ProfilerRecordFunctionContextVariable as Range,
+    )
+
+    plain = Range.create
+
+    def create(func, record_args, record_kwargs, **keywords):
+        name = record_args[0] if record_args else None
+        theirs = name is not None and name.is_python_constant() and str(name.as_python_constant()).startswith(_RANGES)
+        if theirs and not config.capture_profiler_record_function:
+            return Range(**keywords)
+        return plain(func, record_args, record_kwargs, **keywords)
+
+    with mock.patch.object(Range, "create", staticmethod(create)):
+        yield
+
+
+_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 
 def graph_breaks():

@@ -38,7 +38,9 @@ class Conversion:
         self.strict = dynamo.setting("fail_on_recompile_limit_hit")
         self._breaks = len(dynamo.graph_breaks())
         self._settings = contextlib.ExitStack()
-        self.set(**dynamo.quiet_settings())
+        for context in (host.lstm_states, dynamo.optimizers_unprofiled):
+            self._settings.enter_context(context())
+        self.set(**dynamo.unbroken_settings())
 
     def set(self, **settings):
         """Dynamo's settings for this conversion only."""

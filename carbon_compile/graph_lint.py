@@ -122,7 +122,7 @@ def told(error: BaseException) -> str:
 
 # What Dynamo says, looked for in this order in its message and in the user's line, and what it is.
 _CAUSES = (
-    (re.compile(r"RNN, GRU, or LSTM"), "CB107"),
+    (re.compile(r"RNN, GRU, or LSTM|pack(ed)?(_padded)?_sequence|_VF\.(lstm|gru|rnn_tanh|rnn_relu)"), "CB107"),
     (re.compile(r"\(Generator\)|torch\.Generator"), "CB403"),
     (re.compile(r"sparse Tensor", re.I), "CB108"),
     (re.compile(r"resize_|\.set_\b"), "CB608"),

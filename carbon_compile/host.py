@@ -575,6 +575,23 @@ def unrolling():
     return enable_python_dispatcher()
 
 
+@contextlib.contextmanager
+def lstm_states():
+    """A trace gives the last states of an LSTM the shapes they have: 2.11 removes the wrong dimension, except
+    where oneDNN would run the layer."""
+    from torch._decomp import decompositions
+
+    plain = decompositions.one_layer_lstm
+
+    @functools.wraps(plain)
+    def one_layer_lstm(inp, hidden, *rest, **keywords):
+        output, last = plain(inp, hidden, *rest, **keywords)
+        return output, tuple(state.reshape(before.shape) for state, before in zip(last, hidden, strict=True))
+
+    with mock.patch.object(decompositions, "one_layer_lstm", one_layer_lstm):
+        yield
+
+
 def no_functions():
     """A context in which no function mode sees anything."""
     return torch._C.DisableTorchFunction()
@@ -671,6 +688,17 @@ def unscale(gradients, factor):
             flag = flags.setdefault(device, torch.zeros((), device=device))
             torch._amp_foreach_non_finite_check_and_unscale_(members, flag, torch.full((), factor, device=device))
     return not any(flag.item() for flag in flags.values())
+
+
+@contextlib.contextmanager
+def as_if_stepped(optimizer):
+    """Learning-rate schedulers don't warn that the optimizer hasn't stepped before them."""
+    before = vars(optimizer).get("_opt_called", False)
+    optimizer._opt_called = True
+    try:
+        yield
+    finally:
+        optimizer._opt_called = before
 
 
 def optimizer_hooks():

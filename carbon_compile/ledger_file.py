@@ -204,7 +204,12 @@ def first_difference(a: Contents, b: Contents) -> int | None:
 
 def group_differences(a: Contents, b: Contents, step: int) -> list[str]:
     """The groups that differ at a step, in the order in which the step computes them."""
-    return [group for group in GROUPS if a.steps[step].get(group) != b.steps[step].get(group)]
+    return [group for group in GROUPS if not same_bits(a.steps[step].get(group), b.steps[step].get(group))]
+
+
+def same_bits(one, other) -> bool:
+    """Whether two values of a line are the same: losses by their bits, so that 0.0 isn't -0.0."""
+    return one == other and repr(one) == repr(other)
 
 
 def tensor_differences(a: Contents, b: Contents, step: int, group: str) -> list[str]:

@@ -29,7 +29,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import environment, host
 from .bits import ENGINE_FLAGS
 from .digest import prepared, signed
-from .ledger_file import FORMAT, GROUPS, LedgerError, Writer, group_differences, tensor_differences
+from .ledger_file import (
+    FORMAT,
+    GROUPS,
+    LedgerError,
+    Writer,
+    group_differences,
+    same_bits,
+    tensor_differences,
+)
 
 _REASON = "a carbon ledger reads, and computes nothing that training sees"
 
@@ -131,8 +139,12 @@ class Ledger:
             self._writer = None
 
     def flush(self) -> None:
-        """Write the steps that are still on their way from the device, and let the disk have it all."""
-        with _as_stock():
+        """Write the steps that are still on their way from the device, and let the disk have it all.
+
+        LedgerError in a ledger whose `with` block isn't running, as of every method.
+        """
+        self._require_open()
+        with as_stock():
             while self._pending:
                 self._finish()
         self._writer.sync()
@@ -140,9 +152,14 @@ class Ledger:
     def catch_up(self) -> None:
         """Write the steps whose hashes have arrived; wait only where more than LATE are on their way. A trainer calls it while
         the host has nothing else to do; without it, the next step recorded does so."""
-        with _as_stock():
+        self._require_open()
+        with as_stock():
             while self._pending and (len(self._pending) > LATE or self._pending[0].arrived()):
                 self._finish()
+
+    def _require_open(self):
+        if self._writer is None:
+            raise LedgerError(f"{self.path} isn't open: use it as `with carbon_compile.ledger(...)`")
 
     # --- steps
 
@@ -164,6 +181,7 @@ class Ledger:
 
     def due(self, step: int) -> bool:
         """Whether this step will be recorded or compared."""
+        self._require_open()
         known = self._writer.contents
         return step % self.every == 0 and (step > known.last or step in known.steps)
 
@@ -172,12 +190,11 @@ class Ledger:
 
         facts: name -> plain value of what else decides the next step; recorded with the optimizer.
         """
-        if self._writer is None:
-            raise LedgerError(f"{self.path} isn't open: use it as `with carbon_compile.ledger(...)`")
+        self._require_open()
         if self._parted:  # whoever caught that error may go on, but not in this file
             raise LedgerError(self._parted)
         self.count = step
-        with _as_stock(), torch.no_grad():
+        with as_stock(), torch.no_grad():
             if self.due(step):
                 self._pending.append(self._started(losses, model, optimizer, step, facts or {}))
         # The device has its work by now, and the host time to write what has arrived meanwhile.
@@ -258,7 +275,7 @@ class Ledger:
         self.recorded += 1
 
     def _confirm(self, line, recorded, names):
-        if all(line.get(group) == recorded.get(group) for group in GROUPS):
+        if all(same_bits(line.get(group), recorded.get(group)) for group in GROUPS):
             self.confirmed += 1
             return
         from .ledger_file import Contents
@@ -485,7 +502,7 @@ def _room(integers):
     return torch.empty(integers.shape, dtype=integers.dtype, pin_memory=True), torch.cuda.Event()
 
 
-def _as_stock():
+def as_stock():
     """Integers need no rules: under `carbon_compile.enable`, hashing goes around them."""
     modes = sys.modules.get("carbon_compile.modes")
     return contextlib.nullcontext() if modes is None else modes.suspended()
@@ -542,7 +559,8 @@ def _watch_backward():
         if not _unobserved.get():
             for one in _open:
                 if one.observe and one.due(one.count + 1):
-                    one._losses.append(self.detach())
+                    # A copy: what is made of the loss before the optimizer's step may be made in its place.
+                    one._losses.append(_first_element(self))
         # Modes know the backward pass by PyTorch's own function, not by this one, which they would also call again.
         if torch.overrides.has_torch_function_unary(self):
             return torch.overrides.handle_torch_function(_backward, (self,), self, *args, **kwargs)
@@ -550,6 +568,11 @@ def _watch_backward():
 
     backward.__doc__ = _backward.__doc__
     torch.Tensor.backward = backward
+
+
+def _first_element(loss):
+    with as_stock(), torch.no_grad():
+        return (loss if loss.dim() == 0 else loss.reshape(-1)[0]).clone()
 
 
 def _leave_backward():

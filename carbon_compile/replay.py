@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from . import checkpoint
+from . import checkpoint, dynamo
 from .bits import Difference, canonical_bits, tensor_diff, ulp_distances
 from .graph_lint import TargetError, made_by
 from .location import locate, operator_name
@@ -148,7 +148,8 @@ def capture(function: Callable, *args) -> tuple[fx.GraphModule, list]:
 
     torch.compiler.reset()
     try:
-        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
+        with dynamo.settings(allow_rnn=True):
+            torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
     except _Captured:
         return caught[0]
     except Exception as error:
@@ -288,6 +289,8 @@ class Target:
             raise ReplayError(f"{name}() must return (trainer, batches) or (module or function, tuple of inputs), not {type(made).__name__}")
         self.subject, self.batches = made
         self.trainer = self.subject if isinstance(self.subject, DeterministicTrainer) else None
+        if self.trainer is not None and self.trainer.shards is not None:
+            raise ReplayError(f"{name}() returned a trainer with logical shards, which have a graph and random numbers each: return one without")
 
     @staticmethod
     def load(name: str) -> "Target":

@@ -14,13 +14,13 @@ _ANYWHERE = (
         r"|svd|svd_lowrank|pca_lowrank|qr|cholesky\w*|inverse|pinverse|det|logdet|slogdet|lu\w*|geqrf|ormqr|"
         r"orgqr|lobpcg|triangular_solve|matrix_exp)")),
     ("CB104", re.compile(r"torch\.(fft\.(?!fftshift|ifftshift|fftfreq|rfftfreq)\w+|stft|istft)")),
-    ("CB107", re.compile(r"torch\.nn\.(LSTM|GRU|RNN)")),
     ("CB402", re.compile(r"torch\.(multinomial|poisson|binomial)")),
     ("CB502", re.compile(
         r"torch\.nn\.parallel\.(DistributedDataParallel|distributed\.DistributedDataParallel)"
         r"|torch\.distributed\.(fsdp|_composable\.fsdp)\.(fully_shard|FullyShardedDataParallel)")),
 )
 _COMPILED_ONLY = (
+    ("CB107", re.compile(r"torch\.nn\.utils\.rnn\.(pack_padded_sequence|pack_sequence|pad_packed_sequence)")),
     ("CB207", re.compile(r"torch\.set_float32_matmul_precision")),
     ("CB401", re.compile(r"(random|numpy\.random|secrets)\.\w+|os\.urandom|uuid\.uuid[14]")),
     ("CB404", re.compile(r"torch\.(manual_seed|seed|random\.(manual_seed|seed)|cuda\.(manual_seed|seed)(_all)?)")),

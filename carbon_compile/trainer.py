@@ -10,11 +10,13 @@ microbatches, the random numbers, and the way back from a step that fails.
 """
 
 import contextlib
+import functools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -25,8 +27,11 @@ from .checkpoint import CheckpointError
 from .data_order import DeterministicLoader
 from .loss_scale import LossScale
 from .lowering.policy import matmul_precision
-from .recording import open_ledgers, parameter_names, unobserved
-from .snapshot import Buffers, RandomState, Snapshot
+from .recording import as_stock, open_ledgers, parameter_names, unobserved
+from .snapshot import Buffers, RandomState, Snapshot, Undo, local, set_settings, settings
+
+if TYPE_CHECKING:
+    from .data_parallel import LogicalShards
 
 
 class StepFailed(RuntimeError):
@@ -34,7 +39,14 @@ class StepFailed(RuntimeError):
 
 
 class TornStep(RuntimeError):
-    """The optimizer failed after it had changed weights; load a checkpoint."""
+    """The optimizer failed after it had changed weights or its state, of which there was no copy; load a checkpoint.
+
+    changed: what has changed, such as "layers.0.weight" and "optimizer state of layers.0.weight".
+    """
+
+    def __init__(self, message, changed=()):
+        super().__init__(message)
+        self.changed = tuple(changed)
 
 
 @dataclass(frozen=True)
@@ -82,13 +94,25 @@ class DeterministicTrainer:
         clip_norm: clip gradients to this total norm, as torch.nn.utils.clip_grad_norm_ by carbon's rules.
         schedulers: a learning-rate scheduler, or several; each steps once a step.
         data: a DeterministicLoader, whose position then travels in checkpoints.
+        shards: logical shards of a batch (see data_parallel.py), as their number or as a LogicalShards of
+            `model`: loss and gradients are exact means over shards, so the bits belong to their number and
+            not to that of the ranks which share the batch. `step` takes this rank's part of the batch, and
+            `data` hands out that part. Each shard has passes of its own, so `accumulate` changes nothing.
+            A forward pass that changes buffers is a ValueError: they would be each rank's own.
+            Models wrapped by DistributedDataParallel or FSDP2 train eagerly (backend=None); a compiled
+            step takes the bare module, which needs no wrapper.
         backend, options: for torch.compile; backend=None runs eagerly, without carbon's promise
             unless `carbon_compile.enable` is in force.
         check_loss: whether a loss that isn't finite ends the step with StepFailed. The host reads
             the loss while the device is busy with the backward pass.
+        rollback: whether weights and optimizer state are copied before the optimizer changes them, so
+            that one that fails midway is taken back. It takes as much memory as they do. By default
+            where they are at most 256 MiB.
 
-    A step that raises leaves model, optimizer, schedulers and random state as before it. Forward and
-    backward don't change weights, so a copy of the buffers before each step is all that this costs.
+    A step that raises leaves model, optimizer, schedulers, loss scale and random state as before it.
+    Forward and backward don't change weights, so up to the optimizer a copy of the buffers is all that
+    this costs; schedulers, which may raise too, are asked for the next rates before it. Only without
+    `rollback`, an optimizer that fails midway leaves what it has changed: TornStep names it.
     Between steps no parameter has a gradient.
     """
 
@@ -110,6 +134,8 @@ class DeterministicTrainer:
         backend: str | Callable | None = "carbon",
         options: dict | None = None,
         check_loss: bool = True,
+        rollback: bool | None = None,
+        shards: "int | LogicalShards | None" = None,
     ):
         if loss_fn is not None and forward is not None:
             raise ValueError("give loss_fn or forward, not both")
@@ -125,10 +151,13 @@ class DeterministicTrainer:
         self.schedulers = list(schedulers) if isinstance(schedulers, Iterable) else [schedulers]
         self.data, self.check_loss, self.backend = data, check_loss, backend
         self.steps = 0
+        self._bare = model
+        self.shards = self._sharded(shards) if shards is not None else None
         DeterministicTrainer._made += 1
         self._random = RandomState.seeded(seed)
         self._buffers = Buffers()
-        self._torn = ""
+        self._undo = Undo(optimizer, rollback)
+        self._torn, self._file = None, ""
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         if backend is None:
             self._loss, self._update = self._slice_loss, self._apply
@@ -139,17 +168,38 @@ class DeterministicTrainer:
         self._loss = torch.compile(host.of_its_own(self._slice_loss), backend=backend, fullgraph=True, options=options)
         self._update = torch.compile(host.of_its_own(self._apply), backend=backend, options=options)
 
+    def _sharded(self, shards):
+        """`shards` as LogicalShards that this trainer can use. ValueError, NotImplementedError where it can't."""
+        from .data_parallel import LogicalShards
+
+        shards = shards if isinstance(shards, LogicalShards) else LogicalShards(self.model, shards)
+        if shards.model is not self.model:
+            raise ValueError("shards= is of another model: give LogicalShards(model, count), or the number")
+        if self.backend is not None and (shards.ddp is not None or shards.fsdp):
+            raise ValueError(
+                "a compiled step takes the bare module, whose gradients LogicalShards reduces by itself: DeterministicTrainer(module, ..., "
+                "shards=LogicalShards(module, count, group=...)); with a wrapper, train eagerly (backend=None) under carbon_compile.enable()"
+            )
+        if self.autocast is torch.float16 and _is_cut(self.model):
+            raise NotImplementedError("autocast=torch.float16 for parameters that ranks cut: ranks would skip different steps; use torch.bfloat16")
+        if shards.ddp is not None:
+            self._bare = shards.ddp.module
+        if self.data is not None:
+            self.data.take_part(shards.rank, shards.ranks)
+        return shards
+
     # --- a step
 
     def step(self, batch) -> torch.Tensor:
         """Train on one batch and return its loss, a 0-d tensor on the model's device.
 
+        batch: with `shards`, this rank's part; the loss is that of the whole batch, on every rank.
+
         Raises what the model raises, ValueError for a batch that can't be cut, and StepFailed for a
         loss that isn't finite: the step is then taken back. TornStep, and from then on at every
-        call until `load`, where the optimizer failed after it had changed weights.
+        call until `load`, where the optimizer failed midway and there is no copy (see `rollback`).
         """
-        if self._torn:
-            raise TornStep(self._torn)
+        self._require_whole()
         with unobserved(), self._or_back():
             loss, losses = self._gradients(batch)
             self._change_unless_skipped()
@@ -158,7 +208,7 @@ class DeterministicTrainer:
         self._random = random
         try:
             for one in open_ledgers():
-                one.record(losses, self.model, self.optimizer, self.steps, self._facts())
+                one.record(losses, self._bare, self.optimizer, self.steps, self._facts())
         finally:
             self._clear_gradients()
         return loss
@@ -182,6 +232,8 @@ class DeterministicTrainer:
     def _gradients(self, batch):
         """Forward and backward of every slice: (loss of the step, losses of the slices)."""
         batch = self._moved(batch)
+        if self.shards is not None:
+            return self._gradients_of_shards(batch)
         losses, total = [], None
         for piece in slices(batch, self.accumulate):
             loss = self._loss(piece)
@@ -200,6 +252,23 @@ class DeterministicTrainer:
             total = losses[-1] if total is None else total + losses[-1]
         return total.reshape(()), losses
 
+    def _gradients_of_shards(self, batch):
+        """`_gradients` of all ranks; they agree on the loss, so either all take a step back or none."""
+        with self.shards.step() as step:
+            for piece in slices(batch, self.shards.local):
+                step.shard(functools.partial(self._loss, piece), None if self.loss_scale is None else self.loss_scale.start)
+                for one in open_ledgers():
+                    one.catch_up()
+        changed = self._buffers.changed()
+        if changed:
+            raise ValueError(
+                f"the forward pass changed {', '.join(dict.fromkeys(changed))}: what a rank's own shards did to it would belong to the number of ranks. "
+                "Call eval() on batch norms, or take norms that keep no statistics"
+            )
+        if self.check_loss and not math.isfinite(step.loss.item()):
+            raise StepFailed(f"step {self.steps + 1}: the loss is {step.loss.item()}; the step was taken back")
+        return step.loss, [step.loss]
+
     def _change_unless_skipped(self):
         """`_change`, where gradients that were scaled are finite. StepFailed where no smaller scale could make them so."""
         if self.loss_scale is None:
@@ -216,33 +285,61 @@ class DeterministicTrainer:
         return {} if self.loss_scale is None else {f"loss_scale.{key}": value for key, value in self.loss_scale.state_dict().items()}
 
     def _change(self):
-        """Optimizer and schedulers. If the optimizer raises before it changes a weight, what it began is undone."""
-        known = set(self.optimizer.state)
-        versions = [p._version for p in self.model.parameters()]
+        """Optimizer and schedulers, both or none; TornStep where that can't be."""
         schedules = [_plain_state(s) for s in self.schedulers]
-        rates = [_copied_rate(group.get("lr")) for group in self.optimizer.param_groups]
+        with as_stock():
+            self._undo.keep()
         try:
+            set_rates = self._rates_ahead()
             # Optimizers of a class share the code of their step, which is compiled for each.
             with host.recompiles_allowed(8 + 2 * DeterministicTrainer._made):
                 self._update()
-            for scheduler in self.schedulers:
-                scheduler.step()
+            set_rates()
         except BaseException as error:
-            if versions != [p._version for p in self.model.parameters()]:
-                self._torn = f"step {self.steps + 1} failed while it changed weights ({type(error).__name__}: {error}); load a checkpoint"
-                raise TornStep(self._torn) from error
-            for parameter in set(self.optimizer.state) - known:
-                del self.optimizer.state[parameter]
+            with as_stock():
+                changed = self._undo.back()
             for scheduler, state in zip(self.schedulers, schedules, strict=True):
                 scheduler.load_state_dict(state)
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                _set_rate(group, rate)
+            if changed or not self._undo.tells_all():
+                self._torn = self._tear(error, changed)
+                raise self._torn from error
             raise
+
+    def _rates_ahead(self):
+        """Step the schedulers, before the optimizer because they may raise; what they set takes effect by calling the result."""
+        if not self.schedulers:
+            return lambda: None
+        groups = self.optimizer.param_groups
+        present = [settings(group) for group in groups]
+        with host.as_if_stepped(self.optimizer):
+            for scheduler in self.schedulers:
+                scheduler.step()
+        ahead = [settings(group) for group in groups]
+        _set_all(groups, present)
+        return lambda: _set_all(groups, ahead)
+
+    def _tear(self, error, changed):
+        names = parameter_names(self._bare, self.optimizer)
+        told = [names.get(id(p), "what is no parameter's") if kind == "weights" else f"optimizer state of {names.get(id(p), 'no parameter')}" for p, kind in changed]
+        shown = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+        what = f"{shown} changed" if changed else "nothing is seen to have changed"
+        if not self._undo.tells_all():
+            what += f", but {type(self.optimizer).__name__}'s step isn't PyTorch's and may have changed more"
+        file = f" (the last is {self._file})" if self._file else ""
+        return TornStep(
+            f"step {self.steps + 1} failed in the optimizer ({type(error).__name__}: {error}) midway: {what}. "
+            f"Load a checkpoint{file}; rollback=True takes such a step back",
+            told,
+        )
+
+    def _require_whole(self):
+        if self._torn is not None:
+            raise TornStep(*self._torn.args, self._torn.changed)
 
     def _slice_loss(self, batch):
         with self._autocast():
             loss = self._loss_of(batch)
-        return loss if self.accumulate == 1 else loss / self.accumulate
+        return loss if self.accumulate == 1 or self.shards is not None else loss / self.accumulate
 
     def _autocast(self):
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(self._device().type, self.autocast)
@@ -258,7 +355,10 @@ class DeterministicTrainer:
 
     def _apply(self):
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            if self.shards is not None and _is_cut(self.model):
+                self.shards.clip_grad_norm_(self.clip_norm)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
 
     def _device(self):
@@ -279,13 +379,14 @@ class DeterministicTrainer:
 
         Takes copies of weights, gradients and optimizer state, twice; ledgers don't see it.
         """
+        self._require_whole()
         snapshot, steps, random = Snapshot(self.model, self.optimizer, self.schedulers), self.steps, self._random
         scale = self.loss_scale and self.loss_scale.state_dict()
         results = []
 
         def restore():
             snapshot.restore()
-            self.steps, self._random = steps, random
+            self.steps, self._random, self._torn = steps, random, None
             if scale:
                 self.loss_scale.load_state_dict(scale)
 
@@ -293,6 +394,8 @@ class DeterministicTrainer:
             for _ in range(2):
                 results.append(self._traced_step(batch))
                 restore()
+        except TornStep as torn:  # of everything there is a copy
+            raise torn.__cause__ from None
         finally:
             restore()
             self._clear_gradients()
@@ -300,18 +403,18 @@ class DeterministicTrainer:
 
     def _traced_step(self, batch):
         """name -> tensor of everything a step leaves behind, in the order in which it comes about."""
-        names = parameter_names(self.model, self.optimizer)
+        names = parameter_names(self._bare, self.optimizer)
         with unobserved(), self._or_back():
             loss, _ = self._gradients(batch)
-            gradients = [(names[id(p)], p.grad.clone()) for p in reversed(list(self.model.parameters())) if p.grad is not None]
+            gradients = [(names[id(p)], local(p.grad).clone()) for p in reversed(list(self.model.parameters())) if p.grad is not None]
             self._change_unless_skipped()
             random = RandomState.now().state_dict()
         found = {"loss": loss.clone()}
         found.update((f"gradients {name}", g) for name, g in gradients)
         for p, entry in self.optimizer.state.items():
-            found.update((f"optimizer {names[id(p)]}.{key}", v.clone()) for key, v in entry.items() if isinstance(v, torch.Tensor))
-        found.update((f"weights {name}", p.detach().clone()) for name, p in self.model.named_parameters())
-        found.update((f"buffers {name}", b.clone()) for name, b in self.model.named_buffers())
+            found.update((f"optimizer {names[id(p)]}.{key}", local(v).clone()) for key, v in entry.items() if isinstance(v, torch.Tensor))
+        found.update((f"weights {name}", local(p).clone()) for name, p in self._bare.named_parameters())
+        found.update((f"buffers {name}", b.clone()) for name, b in self._bare.named_buffers())
         found.update((name, torch.tensor(value)) for name, value in self._facts().items())
         found["random state of PyTorch"] = random["cpu"]
         found["random state of Python"] = random["python"][1]
@@ -325,7 +428,8 @@ class DeterministicTrainer:
         """What besides model, optimizer and data decides the bits of a step."""
         return {
             "seed": self.seed,
-            "accumulate": self.accumulate,
+            "accumulate": self.accumulate if self.shards is None else 1,
+            "shards": None if self.shards is None else f"{self.shards.count}, {self.shards.reduction}",
             "autocast": str(self.autocast).removeprefix("torch."),
             "clip_norm": self.clip_norm,
             "optimizer": type(self.optimizer).__name__,
@@ -342,17 +446,24 @@ class DeterministicTrainer:
     def save(self, path: str | os.PathLike, extra: dict | None = None) -> None:
         """Write a checkpoint from which training goes on bit for bit: see checkpoint.py.
 
+        With `shards`, the first of the ranks that share a batch writes it, and for the others this does
+        nothing: all have the same state, and any number of ranks may load it. NotImplementedError for
+        parameters that ranks cut; torch.distributed.checkpoint writes those.
+
         extra: tensors and plain values of your own, such as the best epoch so far; `load` returns it.
         """
-        if self._torn:
-            raise TornStep(self._torn)
+        self._require_whole()
         for one in open_ledgers():
             one.flush()
+        if self.shards is not None and _is_cut(self.model):
+            raise NotImplementedError("a checkpoint of parameters that ranks cut: use torch.distributed.checkpoint")
+        if self.shards is not None and self.shards.rank:
+            return
         checkpoint.save(
             path,
             {
                 "step": self.steps,
-                "model": _state_of(self.model),
+                "model": _state_of(self._bare),
                 "optimizer": self.optimizer.state_dict(),
                 "schedulers": [_plain_state(s) for s in self.schedulers],
                 "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
@@ -363,6 +474,7 @@ class DeterministicTrainer:
                 "extra": extra or {},
             },
         )
+        self._file = os.fspath(path)
 
     def load(self, path: str | os.PathLike, *, strict: bool = True) -> dict:
         """Go on from a checkpoint, and return its `extra`.
@@ -379,7 +491,7 @@ class DeterministicTrainer:
         problems = self._misfits(content) + (self._strangeness(content) if strict else [])
         if problems:
             raise CheckpointError(f"{path} doesn't fit: " + "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else ""))
-        live = _state_of(self.model)
+        live = _state_of(self._bare)
         with torch.no_grad():
             for name, value in content["model"].items():
                 if isinstance(value, torch.Tensor):
@@ -392,12 +504,12 @@ class DeterministicTrainer:
         if self.loss_scale is not None and content.get("loss_scale"):
             self.loss_scale.load_state_dict(content["loss_scale"])
         self._random = RandomState.load(content["random"])
-        self.steps, self._torn = content["step"], ""
+        self.steps, self._torn, self._file = content["step"], None, os.fspath(path)
         self._clear_gradients()
         return content["extra"]
 
     def _misfits(self, content):
-        found = checkpoint.misfits(content["model"], _state_of(self.model), "the checkpoint")
+        found = checkpoint.misfits(content["model"], _state_of(self._bare), "the checkpoint")
         found += checkpoint.optimizer_misfits(content["optimizer"], self.optimizer)
         if len(content["schedulers"]) != len(self.schedulers):
             found.append(f"the checkpoint has {len(content['schedulers'])} schedulers, this trainer {len(self.schedulers)}")
@@ -444,6 +556,11 @@ def _called(model, inputs):
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
+def _is_cut(model):
+    """Whether ranks hold parts of a parameter (DTensors)."""
+    return any(hasattr(p, "to_local") for p in model.parameters())
+
+
 def _described(value):
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
@@ -475,15 +592,9 @@ def _rates_as_tensors(optimizer):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
 
 
-def _copied_rate(rate):
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _set_rate(group, rate):
-    if isinstance(rate, torch.Tensor) and isinstance(group.get("lr"), torch.Tensor):
-        group["lr"].copy_(rate)
-    elif rate is not None:
-        group["lr"] = rate
+def _set_all(groups, values):
+    for group, kept in zip(groups, values, strict=True):
+        set_settings(group, kept)
 
 
 def _plain_state(scheduler):

@@ -30,7 +30,7 @@ def resolve_all(names):
 LOWER = resolve_all(
     "linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm addmv baddbmm mv einsum chain_matmul multi_dot "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu "
-    "scaled_dot_product_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear",
+    "scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell bilinear",
 ) | {__import__("operator").matmul}
 FLOAT32 = resolve_all(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ __rdiv__ __rtruediv__ "
@@ -154,9 +154,9 @@ def _cast_all(tree, choose):
         return tree if dtype is tree.dtype else tree.to(dtype)
     if isinstance(tree, dict):
         return {k: _cast_all(v, choose) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return type(tree)(_cast_all(v, choose) for v in tree)
-    return tree
+    if isinstance(tree, list):  # in a graph it is a class of FX's own
+        return [_cast_all(v, choose) for v in tree]
+    return tuple(_cast_all(v, choose) for v in tree) if type(tree) is tuple else tree
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 
 MODULES = (
     "arithmetic", "activation", "view", "reduction", "softmax", "norm", "loss", "matmul", "attention",
-    "convolution", "scatter", "scan", "sort", "pool", "random", "optimizer", "collective", "cut", "refused",
+    "convolution", "recurrent", "scatter", "scan", "sort", "pool", "random", "optimizer", "collective", "cut", "refused",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What every rank does in the tests of collectives; each function returns plain Python."""
 
+import contextlib
 import functools
 import math
 import os
@@ -325,6 +326,70 @@ def data_parallel(rank, world, steps, kinds):
                 losses.append((step.loss.item().hex(), norm.item().hex(), torch.rand(1).item()))
             results[kind] = (losses, fingerprint(bare), fingerprint(optimizer))
     return results
+
+
+def _trainer(model, shards, **how):
+    from torch.utils.data import TensorDataset
+
+    from carbon_compile import DeterministicLoader, DeterministicTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    data = DeterministicLoader(TensorDataset(torch.randn(32, 48, generator=generator), torch.arange(32) % 7), batch_size=16, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return DeterministicTrainer(model, optimizer, shards=shards, data=data, loss_fn=F.cross_entropy, **{"clip_norm": 0.5, **how})
+
+
+def trainers(rank, world, steps, kinds, path):
+    """{kind: hashes} of trainers on 4 logical shards: losses, weights, optimizer, and the ledger's lines."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import carbon_compile
+    from carbon_compile import ledger_file
+    from tests import parallel_training as training
+
+    results, saved, lines = {}, f"{path}.pt", []
+    for kind in kinds:
+        model = training.build_small()
+        if kind == "fsdp":
+            for module in (model.layers, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+        called = DistributedDataParallel(model) if kind == "ddp" else model
+        trainer = _trainer(called, 4, backend="carbon" if kind == "compiled" else None, accumulate=2 if kind == "eager" else 1)
+        recorded = f"{path}.{kind}.{rank}"
+        with eager_engine() if kind == "compiled" else carbon_compile.enable(), contextlib.nullcontext() if kind == "fsdp" else carbon_compile.ledger(recorded):
+            losses = []
+            while trainer.steps < steps:
+                for batch in trainer.data:
+                    losses.append(trainer.step(batch).item().hex())
+                    if trainer.steps == 1 and kind == "compiled":
+                        trainer.save(saved)
+                    if trainer.steps == steps:
+                        break
+            assert trainer.verify_determinism(batch)
+        if kind == "compiled" and rank == 0:
+            again = _trainer(training.build_small(), None, backend=None)
+            again.load(saved, strict=False)
+            assert again.steps == 1
+        if kind != "fsdp":  # a ledger has no digests of parts
+            lines = [{key: value for key, value in line.items() if key != "chain"} for line in ledger_file.read(recorded).steps.values()]
+        results[kind] = (losses, fingerprint(model), fingerprint(trainer.optimizer), lines)
+    return results
+
+
+def trainers_apart(rank, world):
+    """What trainers say where one rank's part of the batch is bad, and where one rank's optimizer fails."""
+    from tests import parallel_training as training
+
+    trainer = _trainer(training.build_small(), 2, backend=None)
+    before, (x, y) = fingerprint(trainer.model), next(iter(trainer.data))
+    told = {"loss": _raised(lambda: trainer.step((x * float("nan") if rank else x, y)))[0], "kept": fingerprint(trainer.model) == before}
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: step() or 1 / 0 if rank else step()
+    _raised(lambda: trainer.step((x, y)))
+    told["apart"] = _raised(lambda: trainer.step((x, y)))[0]
+    return told
 
 
 # --- failures ----------------------------------------------------------------------------------------------

@@ -27,10 +27,14 @@ def eager_engine():
         yield
 
 
-def forward_and_backward(function, inputs, seed=0):
-    """(outputs, gradients of the inputs that require them) under random incoming gradients."""
+def forward_and_backward(function, inputs, seed=0, under=contextlib.nullcontext):
+    """(outputs, gradients of the inputs that require them) under random incoming gradients.
+
+    under: makes the contexts in which both passes run, such as `carbon_compile.enable`.
+    """
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
-    outputs = function(*leaves)
+    with under():
+        outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     roots = [y for y in outputs if y.requires_grad]
     wanted = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -38,7 +42,8 @@ def forward_and_backward(function, inputs, seed=0):
         return list(outputs), []
     generator = torch.Generator().manual_seed(seed)
     incoming = [torch.randn(y.shape, generator=generator).to(y.dtype).to(y.device) for y in roots]
-    gradients = torch.autograd.grad(roots, wanted, incoming, allow_unused=True)
+    with under():
+        gradients = torch.autograd.grad(roots, wanted, incoming, allow_unused=True)
     return list(outputs), [g for g in gradients if g is not None]
 
 

@@ -35,6 +35,18 @@ def test_logical_shards_on_one_rank_and_two():
             assert result == alone["plain"], kind
 
 
+def test_trainers_of_shards_on_one_rank_and_two(tmp_path):
+    alone = ranks.run(checks.trainers, 1, 2, ("eager",), str(tmp_path / "one"))[0]
+    for results in ranks.run(checks.trainers, 2, 2, ("compiled", "fsdp"), str(tmp_path / "two")):
+        assert results == dict.fromkeys(results, alone["eager"])
+
+
+def test_a_trainers_step_that_fails_on_one_rank_ends_on_all():
+    for told in ranks.run(checks.trainers_apart, 2):
+        assert told["loss"].startswith("StepFailed: step 1: the loss is nan") and told["kept"]
+        assert told["apart"].startswith("CollectiveError: ranks of group") and "seeded" in told["apart"]
+
+
 def test_optimizers_step_a_dtensors_parts():
     assert ranks.run(checks.optimizers_of_parts, 2) == [[], []]
 
@@ -108,6 +120,14 @@ def test_world_sizes_of_data_parallelism():
             for kind, result in results.items():
                 expected = expected or result
                 assert result == expected, (world, kind)
+
+
+@pytest.mark.distributed
+def test_world_sizes_of_trainers(tmp_path):
+    kinds = ("compiled", "eager", "ddp", "fsdp")
+    found = [results for world in (1, 2, 4) for results in ranks.run(checks.trainers, world, 3, kinds, str(tmp_path / str(world)), timeout=300, limit=900)]
+    for results in found:
+        assert results == dict.fromkeys(kinds, found[0]["compiled"])
 
 
 DEMO = ("1", "2 --data ddp", "2 --tp 2 --sequence", "4 --data fsdp", "4 --tp 2 --data fsdp --sequence", "8 --tp 4 --data fsdp", "8 --data ddp", "2 --compile --data fsdp")

@@ -252,6 +252,24 @@ def test_losses_of_microbatches_and_of_none(path):
     assert [line["loss"] for line in read(path).steps.values()] == [[4.0, "inf"], None]
 
 
+def test_a_loss_is_what_it_was_when_the_backward_pass_began(path):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with carbon_compile.ledger(path):
+        for loss in (weight.sum(), weight * 3):
+            loss.backward(torch.ones_like(loss))
+            loss.detach().div_(2)
+        optimizer.step()
+    assert read(path).steps[1]["loss"] == [2.0, 3.0]
+
+
+def test_a_closed_ledger_says_so(path):
+    ledger, _ = train(path, observe=False, steps=0)
+    for use in (ledger.flush, ledger.catch_up, lambda: ledger.due(1), lambda: ledger.step(0.5)):
+        with pytest.raises(LedgerError, match="run.jsonl isn't open: use it as `with carbon_compile.ledger"):
+            use()
+
+
 def test_an_explicit_ledger(path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -687,6 +705,22 @@ def test_diff_names_no_tensor_where_one_side_kept_totals(tmp_path):
         lines = list(differences(read(one), read(other)))
         assert lines[0] == "first difference: step 1, optimizer (tensor by tensor hashes were not kept)"
         assert lines[1].startswith("optimizer: ") and " -> " in lines[1]
+
+
+def test_losses_differ_by_their_sign_alone(tmp_path):
+    def record(name, *losses):
+        path = str(tmp_path / name)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        with carbon_compile.ledger(path, observe=False) as ledger:
+            for loss in losses:
+                ledger.step(loss, optimizer=optimizer)
+        return read(path)
+
+    lines = list(differences(record("a", 1.0, 0.0), record("b", 1.0, -0.0)))
+    assert lines == ["first difference: step 2, loss", "equal up to step 1", "loss: 0.0 -> -0.0"]
+    assert list(differences(record("c", [0.0, -0.0]), record("d", [0.0, 0.0])))[0] == "first difference: step 1, loss"
+    with pytest.raises(LedgerError, match="step 1 is not what .*c recorded: loss differs first"):
+        record("c", [-0.0, -0.0])
 
 
 def test_diff_of_wrong_files_ends_in_one_line(path, tmp_path, capsys):

@@ -294,3 +294,22 @@ def check(device):
 @pytest.mark.gpu
 def test_gpu_equals_cpu():
     assert check("cuda") == check("cpu")
+
+
+def test_no_warning_of_a_profiler_range_that_is_pytorchs_own(monkeypatch):
+    warned = []
+    monkeypatch.setattr("torch._dynamo.variables.ctx_manager.warning_once", lambda log, message, *rest: warned.append(message))
+
+    def ranged(x):
+        with torch.profiler.record_function("mine"):
+            return x * 2
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    with eager_engine():
+        torch.compile(optimizer.step, backend=carbon)()
+        torch.compile(optimizer.zero_grad, backend=carbon)()
+        assert warned == [] and weight.grad is None
+        torch.compile(ranged, backend=carbon)(weight)
+    assert len(warned) == 1 and "Profiler record function" in warned[0]

@@ -1,6 +1,7 @@
 """DeterministicTrainer: what a step computes, what a failing one leaves, and that a run resumes bit for bit."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -411,33 +412,209 @@ def test_a_failing_optimizer_that_changed_nothing_is_taken_back():
     assert_bitwise(state(trainer), state(other))
 
 
-def test_an_optimizer_that_fails_in_the_middle_asks_for_a_checkpoint(tmp_path):
-    trainer = made()
+class Halfway(torch.optim.SGD):
+    """Once broken, it changes the first weight where PyTorch's counters see it, the second where they don't, and fails."""
+
+    broken = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.broken:
+            return super().step(closure)
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if i == 2:
+                self.param_groups[0]["more"] = 1
+                raise OSError("broken")
+            self.state[p].setdefault("steps", []).append(i)
+            p.add_(1) if i == 0 else p.data.add_(1)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Halfway"])
+def test_an_optimizer_that_fails_midway_is_taken_back(optimizer, steps, monkeypatch):
+    monkeypatch.setattr(torch.optim, "Halfway", Halfway, raising=False)
+    trainer, other = made(optimizer, schedule=True), made(optimizer, schedule=True)
+    run(trainer, steps), run(other, steps)
+    trainer.optimizer.broken, step = True, trainer.optimizer.step
+    if optimizer == "AdamW":
+        trainer.optimizer.step = functools.wraps(step)(lambda: step() or 1 / 0)
+    with unchanged(trainer), pytest.raises((ZeroDivisionError, OSError)):
+        trainer.step(BATCH)
+    assert "more" not in trainer.optimizer.param_groups[0]
+    trainer.optimizer.broken, trainer.optimizer.step = False, step
+    run(trainer, 2), run(other, 2)
+    assert_bitwise(state(trainer), state(other))
+
+
+def test_a_compiled_step_is_taken_back():
+    with eager_engine():
+        trainer, other = made(backend="carbon"), made(backend="carbon")
+        run(trainer, 1), run(other, 1)
+        hook = trainer.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+        with unchanged(trainer), pytest.raises(Exception, match="division by zero"):
+            trainer.step(BATCH)
+        hook.remove()
+        run(trainer, 1), run(other, 1)
+    assert_bitwise(state(trainer), state(other))
+
+
+def test_a_scheduler_that_raises_is_taken_back_without_copies(recwarn):
+    trainer = made("SGD", rollback=False)
+    trainer.schedulers = [torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, 0.1, total_steps=3)]
+    rates = [run(trainer, 1) and trainer.optimizer.param_groups[0]["lr"] for _ in range(3)]
+    plain = made("SGD")
+    other = torch.optim.lr_scheduler.OneCycleLR(plain.optimizer, 0.1, total_steps=3)
+    for rate in rates:
+        plain.optimizer.step(), other.step()
+        assert plain.optimizer.param_groups[0]["lr"] == rate
+    with unchanged(trainer), pytest.raises(ValueError, match="Tried to step 4 times"):
+        trainer.step(BATCH)
+    assert not any("lr_scheduler.step" in str(w.message) for w in recwarn)
+
+
+def test_without_copies_a_torn_step_names_what_changed(tmp_path):
+    trainer = made(rollback=False)
     run(trainer, 2)
     trainer.save(tmp_path / "c.pt")
     before = state(trainer)
-    step = trainer.optimizer.step
-
-    def breaks():
-        step()
-        raise OSError("broken")
-
-    trainer.optimizer.step = breaks
-    for _ in range(2):
-        with pytest.raises(TornStep, match=r"step 3 failed while it changed weights \(OSError: broken\); load a checkpoint"):
-            trainer.step(BATCH)
-    with pytest.raises(TornStep):
-        trainer.save(tmp_path / "d.pt")
-    trainer.optimizer.step = step
+    weight = trainer.model.layers[0].weight
+    trainer.optimizer.broken, step = True, Halfway.step.__get__(trainer.optimizer)
+    trainer.optimizer.step = lambda: trainer.optimizer.state[weight]["exp_avg"].zero_() is None or step()
+    told = (
+        r"step 3 failed in the optimizer \(OSError: broken\) midway: layers.0.weight, optimizer state of layers.0.weight changed, "
+        r"but AdamW's step isn't PyTorch's and may have changed more. Load a checkpoint \(the last is .*c.pt\); rollback=True takes such a step back"
+    )
+    for use in (trainer.step, trainer.step, trainer.verify_determinism, lambda _: trainer.save(tmp_path / "d.pt")):
+        with pytest.raises(TornStep, match=told) as torn:
+            use(BATCH)
+        assert torn.value.changed == ("layers.0.weight", "optimizer state of layers.0.weight")
+    del trainer.optimizer.step
     trainer.load(tmp_path / "c.pt")
     assert_bitwise(state(trainer), before)
     trainer.step(BATCH)
+    trainer.optimizer.step = step
+    with unchanged(trainer), pytest.raises(OSError, match="broken"):
+        trainer.verify_determinism(BATCH)
+    del trainer.optimizer.step
+    trainer.step(BATCH)
+
+
+def test_copies_are_made_where_they_are_small(monkeypatch):
+    small = made()
+    run(small, 2)
+    weights = sum(p.numel() for p in small.model.parameters())
+    assert sum(t.numel() for t in small._undo._kept) == 3 * weights + len(small._undo._kept) // 4
+    monkeypatch.setattr("carbon_compile.snapshot.SMALL", 100)
+    for how, copied in (({}, False), ({"rollback": True}, True), ({"rollback": False}, False)):
+        trainer = made(**how)
+        run(trainer, 1)
+        assert (trainer._undo._kept is not None) == copied
 
 
 def test_wrong_arguments_are_refused():
     for how, told in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": -1}, "clip_norm=-1"), ({"forward": len}, "loss_fn or forward"), ({"autocast": torch.float64}, "autocast=torch.float64")):
         with pytest.raises(ValueError, match=told):
             made(**how)
+
+
+# --- logical shards
+
+
+class Smooth(nn.Module):
+    """What a shard may have: weights and draws, and no buffer that a forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def sharded(shards=4, **how):
+    torch.manual_seed(1)
+    model = Smooth()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return DeterministicTrainer(model, optimizer, **{"loss_fn": F.cross_entropy, "backend": None, "data": data(), "shards": shards, **how})
+
+
+def test_a_step_of_shards_is_logical_shards_step():
+    from carbon_compile.data_parallel import LogicalShards
+
+    trainer, other = sharded(clip_norm=0.1), sharded(None)
+    shards, batches = LogicalShards(other.model, 4), data()
+    with carbon_compile.enable():
+        losses = run(trainer, 3)
+        torch.manual_seed(42)
+        for (x, y), loss in zip(batches, losses, strict=False):
+            with shards.step() as step:
+                step.backward(lambda x, y: F.cross_entropy(other.model(x), y), x, y)
+            nn.utils.clip_grad_norm_(other.model.parameters(), 0.1)
+            other.optimizer.step()
+            assert_bitwise(loss, step.loss)
+        assert_bitwise([trainer.model, trainer.optimizer], [other.model, other.optimizer])
+
+
+def test_shards_compiled_in_any_microbatches_resume_and_are_recorded(tmp_path):
+    how = {"backend": "carbon", "autocast": torch.bfloat16, "clip_norm": 0.5}
+    with eager_engine(), carbon_compile.ledger(tmp_path / "run.jsonl") as ledger:
+        trainer = sharded(**how)
+        run(trainer, 2)
+        trainer.save(tmp_path / "c.pt")
+        with unchanged(trainer):
+            assert trainer.verify_determinism(BATCH)
+        run(trainer, 2)
+    assert ledger.recorded == 4
+    other = sharded(accumulate=2, **{**how, "backend": None})
+    with carbon_compile.enable(), carbon_compile.ledger(tmp_path / "run.jsonl") as ledger:
+        other.load(tmp_path / "c.pt")
+        run(other, 2)
+    assert ledger.confirmed == 2
+    assert_bitwise(state(other), state(trainer))
+    with pytest.raises(CheckpointError, match="shards was '4, mean', here it is '2, mean'"):
+        sharded(2, **how).load(tmp_path / "c.pt")
+
+
+def test_shards_that_fail_are_taken_back():
+    trainer, half = sharded(), sharded(autocast=torch.float16)
+    run(trainer, 1), run(half, 3)
+    assert half.steps == 3 and trainer.steps == 1
+    with unchanged(trainer), pytest.raises(StepFailed, match="step 2: the loss is nan"):
+        trainer.step((BATCH[0].index_fill(0, torch.tensor([2]), float("nan")), BATCH[1]))
+    with unchanged(trainer), pytest.raises(ValueError, match="a batch of 3 can't be cut into 4 equal"):
+        trainer.step((BATCH[0][:3], BATCH[1][:3]))
+    with unchanged(trainer), pytest.raises(ValueError, match="must be a tensor of one number"):
+        trainer.loss_fn = lambda out, targets: out
+        trainer.step(BATCH)
+    moving = made(shards=2)
+    with unchanged(moving), pytest.raises(ValueError, match="the forward pass changed .*BatchNorm1d.num_batches_tracked: what a rank"):
+        moving.step(BATCH)
+
+
+def test_ranks_parts_make_up_the_batches():
+    whole, parts = [b for b, _ in data(batch_size=6)], []
+    for rank in range(3):
+        loader = data(batch_size=6)
+        loader.take_part(rank, 3)
+        parts.append([b for b, _ in loader])
+        assert (loader.epoch, loader.batch, len(loader)) == (1, 0, 4) and not loader.misfits(data(batch_size=6).state_dict())
+    assert_bitwise([torch.cat(together) for together in zip(*parts, strict=True)], whole)
+    short = data(batch_size=5)
+    short.take_part(0, 5)
+    with pytest.raises(ValueError, match="a batch of 4 can't be cut into 5 equal parts; drop_last=True"):
+        list(short)
+    with pytest.raises(ValueError, match="part 2 of 2"):
+        short.take_part(2, 2)
+
+
+def test_shards_that_do_not_fit_are_refused():
+    from carbon_compile.data_parallel import LogicalShards
+    from carbon_compile.replay import ReplayError, Target
+
+    with pytest.raises(ValueError, match="shards= is of another model"):
+        sharded(LogicalShards(Smooth(), 4))
+    with pytest.raises(ReplayError, match="job.make.. returned a trainer with logical shards"):
+        Target((sharded(), BATCH), "job:make")
 
 
 # --- proof

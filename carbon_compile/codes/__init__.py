@@ -51,7 +51,7 @@ _TABLE = (
     _error("CB104", "vendor-fft", "source graph", "{op} runs a vendor's Fourier transform"),
     _error("CB105", "overlapping-convolution", "graph", "{op} has overlapping or padded windows, which have no rule yet"),
     _error("CB106", "unordered-accumulation", "graph", "{op} adds its contributions in an unfixed order"),
-    _error("CB107", "fused-recurrent-layer", "source graph", "{op} runs a vendor's fused recurrent kernel"),
+    _error("CB107", "recurrence-without-rule", "source graph", "{op} is a recurrent layer, or a packed sequence, in a form that has no rule"),
     _error("CB108", "unsupported-layout", "graph", "{op} works on {detail} storage, which has no rule"),
     _error("CB109", "function-without-program", "graph", "{op} is a function without a program, so its bits are the vendor's"),
     _error("CB110", "hidden-subgraph", "graph", "{op} holds a graph of its own, which was not judged"),
