@@ -107,8 +107,7 @@ def _power_of_two(n: int) -> int:
 
 
 _QUANTISING_WARPS = 8
-# Tokens by features: the tokens of all resident programs stay in L2 until they are read again.
-TOKENS_TILE = Tile(8, 1024, _QUANTISING_WARPS)
+TOKENS_TILE = Tile(4, 1024, 4)  # tokens by features
 
 
 def rows_tile(rows: int, k: int, side_by_side: bool) -> Tile:
@@ -129,6 +128,13 @@ def maxima_tile(k: int, side_by_side: bool) -> Tile:
         rows = 4096 // columns
     steps = -(-k // columns)
     return Tile(rows, columns, 4 if columns * rows <= 4096 else 8, steps if k <= 8192 else 4)
+
+
+def exponents_tile(rows: int, k: int, side_by_side: bool) -> Tile:
+    """Of a balanced row: an atomic for every `steps` blocks of it."""
+    if side_by_side:
+        return Tile(128, 32, 8, 4)
+    return Tile(4, 1024, 8, 1)
 
 
 def digits_tile(side_by_side: bool) -> Tile:
