@@ -46,10 +46,16 @@ class Operand(NamedTuple):
 
     def like(self, other: Operand) -> bool:
         """Whether a kernel reads both by the same code."""
-        return self.dtype == other.dtype and (self.stride_r == 1, self.stride_k == 1) == (
-            other.stride_r == 1,
-            other.stride_k == 1,
-        )
+
+        def code(x: Operand) -> tuple:
+            return x.dtype, x.stride_r == 1, x.stride_k == 1
+
+        return code(self) == code(other)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether rows rather than contraction indices are neighbours in memory."""
+        return self.stride_r < self.stride_k
 
 
 class Digits(NamedTuple):
@@ -287,7 +293,11 @@ def _slow_block(rows, columns):
 
 @triton.jit
 def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr):
-    """Which rows are zero, rather than lost in the balance."""
+    """Which rows are zero, rather than lost in the balance.
+
+    In the tiles of the quick way: in another layout, which joins what is known of the rows, the
+    compiler would make all before it twice, once in each.
+    """
     best = tl.zeros((BR, BK), tl.int32)
     for start in range(0, K, BK):
         x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k)
@@ -334,7 +344,7 @@ def _quantize_rows(
         if MODE == 3:  # the second operand's exponents went to the first
             quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
         if tl.max(((largest == 0) & (r < R)).to(tl.int32), axis=0) != 0:
-            quick = quick | _nothing(base, r, R, K, stride_k, BR, SB)
+            quick = quick | _nothing(base, r, R, K, stride_k, BR, BK)
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
         stored = tl.where(largest == 0, 0, e - (W - 1))
@@ -495,6 +505,7 @@ def _raise_exponents(
     quick = tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & tl.min(plain, axis=0)
     if quick != 0:
         e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
+        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
     else:
         SB: tl.constexpr = _slow_block(BR, BK)
         some = tl.full((BR, SB), _EMPTY, tl.int32)
@@ -504,7 +515,7 @@ def _raise_exponents(
             bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k))
             some = tl.maximum(some, _balanced_exponents(bits, d[None, :]))
         e = tl.max(some, axis=1) - _EMPTY
-    tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
+        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["a_steps", "b_steps"])
@@ -611,7 +622,7 @@ def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Oper
 
 def maxima(recipe: Recipe, x: Operand) -> Block:
     """Per row of each batch: the bits of max |x| along the contraction, int32."""
-    tile = launch.maxima_tile(x.k, x.stride_r < x.stride_k)
+    tile = launch.maxima_tile(x.k, x.side_by_side)
     spans = triton.cdiv(x.k, tile.columns * tile.steps)
     out = recipe.reserve(x.batch * x.rows, torch.int32, zeros=spans > 1)
     recipe.launch(
@@ -632,7 +643,8 @@ def quantize(
         return _quantize_gradient(recipe, a, b, window)
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
     second = qb.exponents if transposed is None else maxima(recipe, transposed)
-    tiles = [launch.rows_tile(x.rows, x.k, x.stride_r < x.stride_k) for x in (a, b)]
+    warps = launch.rows_warps(a.side_by_side)
+    tiles = [launch.rows_tile(x.rows, x.k, x.side_by_side, warps) for x in (a, b)]
     programs = [
         x.batch * triton.cdiv(x.rows, tile.rows) for x, tile in zip((a, b), tiles, strict=True)
     ]
@@ -645,7 +657,7 @@ def quantize(
         ALIKE=tiles[0] == tiles[1] and a.like(b),
         A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns,
         B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns,
-        num_warps=tiles[0].warps, **launch.STRICT,
+        num_warps=warps, **launch.STRICT,
     )  # fmt: skip
     return qa, qb
 
@@ -677,7 +689,8 @@ def _parts(largest: Block, a: Operand, b: Operand) -> tuple[Block, Block]:
 
 def _exponents_of(recipe: Recipe, a: Operand, b: Operand, largest, d: Block) -> None:
     """Raise each row's largest exponent, counted from EMPTY, to what the balance d makes of it."""
-    tiles = [launch.exponents_tile(x.rows, x.k, x.stride_r < x.stride_k) for x in (a, b)]
+    rows = max(a.rows, b.rows)
+    tiles = [launch.exponents_tile(rows, x.side_by_side) for x in (a, b)]
     programs = [
         triton.cdiv(x.rows, tile.rows) * triton.cdiv(x.k, tile.columns * tile.steps)
         for x, tile in zip((a, b), tiles, strict=True)
@@ -694,7 +707,7 @@ def _exponents_of(recipe: Recipe, a: Operand, b: Operand, largest, d: Block) -> 
 
 def _digits(recipe: Recipe, a: Operand, b: Operand, qa: Digits, qb: Digits, largest, d: Block, window: int) -> None:
     """Digits from the balance d and each row's largest exponent, counted from EMPTY."""
-    tiles = [launch.digits_tile(x.stride_r < x.stride_k) for x in (a, b)]
+    tiles = [launch.digits_tile(x.side_by_side) for x in (a, b)]
     programs = [
         triton.cdiv(x.rows, tile.rows) * triton.cdiv(qa.padded, tile.columns)
         for x, tile in zip((a, b), tiles, strict=True)
