@@ -48,7 +48,7 @@ class Operand(NamedTuple):
         """Whether a kernel reads both by the same code."""
 
         def code(x: Operand) -> tuple:
-            return x.dtype, x.stride_r == 1, x.stride_k == 1
+            return x.dtype, x.stride_r == 1, x.stride_k == 1, x.crooked
 
         return code(self) == code(other)
 
@@ -56,6 +56,12 @@ class Operand(NamedTuple):
     def side_by_side(self) -> bool:
         """Whether rows rather than contraction indices are neighbours in memory."""
         return self.stride_r < self.stride_k
+
+    @property
+    def crooked(self) -> bool:
+        """Whether rows start at addresses that a kernel knows nothing of."""
+        strides = [self.stride_r] * (self.rows > 1) + [self.stride_b] * (self.batch > 1)
+        return self.stride_k == 1 and any(stride % 16 for stride in strides)
 
 
 class Digits(NamedTuple):
@@ -219,6 +225,25 @@ def _tile(base, r, k, R, K, stride_k):
     return tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
 
 
+@triton.jit
+def _row_tile(base, r, start, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+    """`_tile` from contraction index `start` on.
+
+    SPREAD is for rows too crooked for vector loads. A thread's elements would still be neighbours,
+    as the stores of their digits want them: each load of a warp would touch eight cache lines. A
+    tile of a shape of its own is loaded in its own layout, lanes side by side.
+    """
+    if SPREAD:
+        half: tl.constexpr = BK // 2
+        k = start + tl.arange(0, 2)[:, None] * half + tl.arange(0, half)[None, :]
+        mask = (r < R)[:, None, None] & (k < K)[None, :, :]
+        x = tl.load(base[:, :, None] + k.to(tl.int64)[None, :, :] * stride_k, mask=mask, other=0)
+        x = tl.reshape(x, (BR, BK))
+    else:
+        x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k)
+    return x
+
+
 @triton.jit(do_not_specialize=["steps"])
 def maxima_kernel(
     x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps,
@@ -292,7 +317,7 @@ def _slow_block(rows, columns):
 
 
 @triton.jit
-def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr):
+def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
     """Which rows are zero, rather than lost in the balance.
 
     In the tiles of the quick way: in another layout, which joins what is known of the rows, the
@@ -300,7 +325,7 @@ def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr):
     """
     best = tl.zeros((BR, BK), tl.int32)
     for start in range(0, K, BK):
-        x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k)
+        x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
         best = best | _magnitude_bits(x)
     return tl.max(best, axis=1) == 0
 
@@ -310,7 +335,7 @@ def _quantize_rows(
     block, x_ptr, digits_ptr, exponents_ptr, R, all_rows, stride_b, stride_r, stride_k,
     second_ptr, stride_keys, K, KP, sign,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """BR whole rows: exponents and digits. A row longer than BK is read twice."""
     # Narrow, so that the slow way does not set how many registers the kernel takes.
@@ -328,12 +353,12 @@ def _quantize_rows(
         best = tl.zeros((BR, BK), tl.int32)
         plain = tl.full((BK,), 1, tl.int32)
         for start in range(0, K, BK):
-            x = _tile(base, r, start + k, R, K, stride_k)
+            x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
             y, now = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
             best = tl.maximum(best, _magnitude_bits(y))
             plain = tl.minimum(plain, now)
     else:
-        x = _tile(base, r, k, R, K, stride_k)
+        x = _row_tile(base, r, 0, R, K, stride_k, BR, BK, SPREAD)
         y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK)
         best = _magnitude_bits(y)
     largest = tl.max(best, axis=1)
@@ -344,7 +369,7 @@ def _quantize_rows(
         if MODE == 3:  # the second operand's exponents went to the first
             quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
         if tl.max(((largest == 0) & (r < R)).to(tl.int32), axis=0) != 0:
-            quick = quick | _nothing(base, r, R, K, stride_k, BR, BK)
+            quick = quick | _nothing(base, r, R, K, stride_k, BR, BK, SPREAD)
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
         stored = tl.where(largest == 0, 0, e - (W - 1))
@@ -354,7 +379,7 @@ def _quantize_rows(
         tl.store(exponents_ptr + row, stored, mask=r < R)
         if LOOP:
             for start in range(0, KP, BK):
-                x = _tile(base, r, start + k, R, K, stride_k)
+                x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
                 y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
                 mask = (r < R)[:, None] & (start + k < KP)[None, :]
                 _store_digits(_nearest(y, e, W), digits + (start + k)[None, :], plane, mask, D)
@@ -396,8 +421,8 @@ def quantize_kernel(
     b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
     second_ptr, stride_keys, K, KP,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr,
-    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Both operands of a product: first the programs of b, which may be few and long.
 
@@ -413,18 +438,18 @@ def quantize_kernel(
             tl.where(of_b, b_stride_b, a_stride_b), tl.where(of_b, b_stride_r, a_stride_r),
             tl.where(of_b, b_stride_k, a_stride_k),
             second_ptr, stride_keys, K, KP, tl.where(of_b, -1, 1),
-            W, D, MODE, A_BR, A_BK, A_LOOP,
+            W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
         )  # fmt: skip
     elif of_b:
         _quantize_rows(
             pid, b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k,
-            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP,
+            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP, B_SPREAD,
         )  # fmt: skip
     else:
         _quantize_rows(
             pid - b_programs, a_ptr, a_digits, a_exponents, a_rows, a_all,
             a_stride_b, a_stride_r, a_stride_k,
-            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP,
+            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
         )  # fmt: skip
 
 
@@ -655,8 +680,8 @@ def quantize(
         programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded,
         W=window, D=DIGITS[window], MODE=BALANCES[balance],
         ALIKE=tiles[0] == tiles[1] and a.like(b),
-        A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns,
-        B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns,
+        A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns, A_SPREAD=a.crooked,
+        B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns, B_SPREAD=b.crooked,
         num_warps=warps, **launch.STRICT,
     )  # fmt: skip
     return qa, qb
