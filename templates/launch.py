@@ -106,18 +106,36 @@ def _power_of_two(n: int) -> int:
 # ---- quantisation: memory-bound, 16 to 32 elements a thread ----
 
 
-_QUANTISING_WARPS = 8
-# Tokens by features: the tokens of all resident programs stay in L2 until they are read again.
-TOKENS_TILE = Tile(8, 1024, _QUANTISING_WARPS)
+TOKENS_TILE = Tile(2, 1024, 4)  # tokens by features
 
 
-def rows_tile(rows: int, k: int, side_by_side: bool) -> Tile:
-    """A program's whole rows, 16 or 32 elements a thread, in few widths: few kernels to compile."""
+def rows_warps(side_by_side: bool) -> int:
+    """Of a program that quantises rows of either operand, by how the first one lies."""
+    return 8 if side_by_side else 4
+
+
+def rows_tile(rows: int, k: int, side_by_side: bool, warps: int) -> Tile:
+    """A program's whole rows, 16 or 32 elements a thread, in few widths: few kernels to compile.
+
+    Rows that fit are read once. Longer ones are better read twice (the second time mostly from L1)
+    in blocks of several than once and alone: a scale is made for each column of a block. The code
+    of both operands is one kernel, which takes the registers of the greedier: the second operand,
+    mostly the smaller one, is not worth many.
+    """
     if side_by_side and rows > 1:
-        columns = min(512, max(64, _power_of_two(k)))
-        return Tile(max(16, min(128, 8192 // columns)), columns, _QUANTISING_WARPS)
-    columns = next((width for width in (64, 256, 512, 1024) if k <= width), 4096)
-    return Tile(4096 // columns, columns, _QUANTISING_WARPS)
+        if rows <= 64 and k <= 512:
+            return Tile(64, 64, warps)  # a head's: whole cache lines
+        if warps == 8 and k > 512:
+            return Tile(32, 128, warps)
+        columns = min(64 * warps, max(64, _power_of_two(k)))
+        return Tile(1024 * warps // columns, columns, warps)
+    if k <= 64:
+        return Tile(64, 64, warps)
+    if 256 < k <= 512:
+        return Tile(8, 512, warps)
+    if k <= 1024:
+        return Tile(8, 256, warps)
+    return Tile(4, 512, warps) if k <= 8192 else Tile(2, 1024, warps)
 
 
 def maxima_tile(k: int, side_by_side: bool) -> Tile:
@@ -131,8 +149,15 @@ def maxima_tile(k: int, side_by_side: bool) -> Tile:
     return Tile(rows, columns, 4 if columns * rows <= 4096 else 8, steps if k <= 8192 else 4)
 
 
+def exponents_tile(rows: int, side_by_side: bool) -> Tile:
+    """Of balanced rows: an atomic for every `steps` blocks of one."""
+    if not side_by_side:
+        return Tile(4, 1024, 8)
+    return Tile(64, 32, 4, 4) if rows <= 16384 else Tile(256, 16, 8, 8)
+
+
 def digits_tile(side_by_side: bool) -> Tile:
-    return Tile(64, 128, 8) if side_by_side else Tile(8, 1024, 8)
+    return Tile(32, 128, 4) if side_by_side else Tile(8, 1024, 8)
 
 
 # ---- products ----

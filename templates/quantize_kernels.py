@@ -46,10 +46,22 @@ class Operand(NamedTuple):
 
     def like(self, other: Operand) -> bool:
         """Whether a kernel reads both by the same code."""
-        return self.dtype == other.dtype and (self.stride_r == 1, self.stride_k == 1) == (
-            other.stride_r == 1,
-            other.stride_k == 1,
-        )
+
+        def code(x: Operand) -> tuple:
+            return x.dtype, x.stride_r == 1, x.stride_k == 1, x.crooked
+
+        return code(self) == code(other)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether rows rather than contraction indices are neighbours in memory."""
+        return self.stride_r < self.stride_k
+
+    @property
+    def crooked(self) -> bool:
+        """Whether rows start at addresses that a kernel knows nothing of."""
+        strides = [self.stride_r] * (self.rows > 1) + [self.stride_b] * (self.batch > 1)
+        return self.stride_k == 1 and any(stride % 16 for stride in strides)
 
 
 class Digits(NamedTuple):
@@ -213,6 +225,25 @@ def _tile(base, r, k, R, K, stride_k):
     return tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
 
 
+@triton.jit
+def _row_tile(base, r, start, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+    """`_tile` from contraction index `start` on.
+
+    SPREAD is for rows too crooked for vector loads. A thread's elements would still be neighbours,
+    as the stores of their digits want them: each load of a warp would touch eight cache lines. A
+    tile of a shape of its own is loaded in its own layout, lanes side by side.
+    """
+    if SPREAD:
+        half: tl.constexpr = BK // 2
+        k = start + tl.arange(0, 2)[:, None] * half + tl.arange(0, half)[None, :]
+        mask = (r < R)[:, None, None] & (k < K)[None, :, :]
+        x = tl.load(base[:, :, None] + k.to(tl.int64)[None, :, :] * stride_k, mask=mask, other=0)
+        x = tl.reshape(x, (BR, BK))
+    else:
+        x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k)
+    return x
+
+
 @triton.jit(do_not_specialize=["steps"])
 def maxima_kernel(
     x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps,
@@ -270,13 +301,45 @@ def _store_tile(
 
 
 @triton.jit
+def _store_slowly(
+    base, e, digits, start, stop, r, R, K, KP, stride_k, plane, second_ptr, sign,
+    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    for first in range(start, stop, BK):
+        k = first + tl.arange(0, BK)
+        x = _tile(base, r, k, R, K, stride_k)
+        _store_tile(x, e, digits, k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
+
+
+@triton.constexpr_function
+def _slow_block(rows, columns):
+    return min(columns, max(32, 1024 // rows))
+
+
+@triton.jit
+def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+    """Which rows are zero, rather than lost in the balance.
+
+    In the tiles of the quick way: in another layout, which joins what is known of the rows, the
+    compiler would make all before it twice, once in each.
+    """
+    best = tl.zeros((BR, BK), tl.int32)
+    for start in range(0, K, BK):
+        x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
+        best = best | _magnitude_bits(x)
+    return tl.max(best, axis=1) == 0
+
+
+@triton.jit
 def _quantize_rows(
     block, x_ptr, digits_ptr, exponents_ptr, R, all_rows, stride_b, stride_r, stride_k,
     second_ptr, stride_keys, K, KP, sign,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """BR whole rows: exponents and digits. A row longer than BK is read twice."""
+    # Narrow, so that the slow way does not set how many registers the kernel takes.
+    SB: tl.constexpr = _slow_block(BR, BK)
     blocks = tl.cdiv(R, BR)
     batch = block // blocks
     r = (block % blocks) * BR + tl.arange(0, BR)
@@ -290,29 +353,33 @@ def _quantize_rows(
         best = tl.zeros((BR, BK), tl.int32)
         plain = tl.full((BK,), 1, tl.int32)
         for start in range(0, K, BK):
-            x = _tile(base, r, start + k, R, K, stride_k)
+            x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
             y, now = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
             best = tl.maximum(best, _magnitude_bits(y))
             plain = tl.minimum(plain, now)
     else:
-        x = _tile(base, r, k, R, K, stride_k)
+        x = _row_tile(base, r, 0, R, K, stride_k, BR, BK, SPREAD)
         y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK)
         best = _magnitude_bits(y)
     largest = tl.max(best, axis=1)
     quick = _ordinary(largest) | (r >= R)
     if MODE == 0:
         quick = quick | (largest == 0)
-    elif MODE == 3:  # the second operand's exponents went to the first
-        quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
+    else:
+        if MODE == 3:  # the second operand's exponents went to the first
+            quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
+        if tl.max(((largest == 0) & (r < R)).to(tl.int32), axis=0) != 0:
+            quick = quick | _nothing(base, r, R, K, stride_k, BR, BK, SPREAD)
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
+        stored = tl.where(largest == 0, 0, e - (W - 1))
         if MODE == 3:
             e = tl.where(sign < 0, 0, e)
-        stored = tl.where(largest == 0, 0, e - (W - 1)) if MODE == 0 else e - (W - 1)
+            stored = tl.where(sign < 0, 1 - W, stored)
         tl.store(exponents_ptr + row, stored, mask=r < R)
         if LOOP:
             for start in range(0, KP, BK):
-                x = _tile(base, r, start + k, R, K, stride_k)
+                x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
                 y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
                 mask = (r < R)[:, None] & (start + k < KP)[None, :]
                 _store_digits(_nearest(y, e, W), digits + (start + k)[None, :], plane, mask, D)
@@ -322,7 +389,7 @@ def _quantize_rows(
     else:
         _quantize_rows_slowly(
             base, digits, exponents_ptr + row, plane, r, R, K, KP, stride_k, second_ptr, sign,
-            W, D, MODE, BR, BK,
+            W, D, MODE, BR, SB,
         )  # fmt: skip
 
 
@@ -343,9 +410,9 @@ def _quantize_rows_slowly(
     elif MODE == 3:
         e = tl.where(sign < 0, 0, e)
     tl.store(exponents, _stored_exponent(e, W), mask=r < R)
-    for start in range(0, KP, BK):
-        x = _tile(base, r, start + k, R, K, stride_k)
-        _store_tile(x, e, digits, start + k, r, R, K, KP, plane, second_ptr, sign, W, D, MODE)
+    _store_slowly(
+        base, e, digits, 0, KP, r, R, K, KP, stride_k, plane, second_ptr, sign, W, D, MODE, BK
+    )
 
 
 @triton.jit
@@ -354,8 +421,8 @@ def quantize_kernel(
     b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
     second_ptr, stride_keys, K, KP,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr,
-    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Both operands of a product: first the programs of b, which may be few and long.
 
@@ -371,18 +438,18 @@ def quantize_kernel(
             tl.where(of_b, b_stride_b, a_stride_b), tl.where(of_b, b_stride_r, a_stride_r),
             tl.where(of_b, b_stride_k, a_stride_k),
             second_ptr, stride_keys, K, KP, tl.where(of_b, -1, 1),
-            W, D, MODE, A_BR, A_BK, A_LOOP,
+            W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
         )  # fmt: skip
     elif of_b:
         _quantize_rows(
             pid, b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k,
-            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP,
+            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP, B_SPREAD,
         )  # fmt: skip
     else:
         _quantize_rows(
             pid - b_programs, a_ptr, a_digits, a_exponents, a_rows, a_all,
             a_stride_b, a_stride_r, a_stride_k,
-            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP,
+            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
         )  # fmt: skip
 
 
@@ -398,41 +465,21 @@ def _token_maxima(x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.c
 
 
 @triton.jit
-def _raise_exponents(
-    x_ptr, largest_ptr, d, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr
-):
-    """Raise each row's largest exponent, counted from EMPTY, to that of the contraction indices k."""
-    base = x_ptr + k.to(tl.int64)[:, None] * stride_k
-    plain = tl.min((tl.abs(d) <= 126).to(tl.int32), axis=0)
-    scale = _power_of_two(d)[:, None]
-    for start in range(0, R, BR):
-        r = start + tl.arange(0, BR)
-        x = _tile(base, k, r, K, R, stride_r)
-        bits = _magnitude_bits(x)
-        zero = tl.max(bits, axis=0) == 0
-        largest = tl.max(_magnitude_bits(x.to(tl.float32) * scale), axis=0)
-        if (tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & plain) != 0:
-            e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
-        else:
-            e = tl.max(_balanced_exponents(bits, d[:, None]), axis=0) - _EMPTY
-        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
-
-
-@triton.jit
 def tokens_kernel(
-    a_ptr, b_ptr, d_ptr, a_largest, b_largest, K,
+    a_ptr, b_ptr, d_ptr, largest_ptr, K,
     a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k,
-    BK: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, ZB: tl.constexpr,
 ):  # fmt: skip
-    """Of a weight's gradient: the balance d of BK tokens, and with it what they add to the largest
-    exponent of each row of both operands. The second read of a token finds it in cache."""
+    """Of a weight's gradient: the balance d of BK tokens. Clears `largest` on the way, for
+    `exponents_kernel`: a launch of its own would cost more."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
     second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
-    d = _between(first, second)
-    tl.store(d_ptr + k, d, mask=k < K)
-    _raise_exponents(a_ptr, a_largest, d, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
-    _raise_exponents(b_ptr, b_largest, -d, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
+    tl.store(d_ptr + k, _between(first, second), mask=k < K)
+    rows = a_rows + b_rows
+    for start in range(tl.program_id(0) * ZB, rows, tl.num_programs(0) * ZB):
+        r = start + tl.arange(0, ZB)
+        tl.store(largest_ptr + r, tl.zeros((ZB,), tl.int32), mask=r < rows)
 
 
 @triton.jit
@@ -459,25 +506,70 @@ def _between(first, second):
     return (gap + tl.where(gap < 0, 1, 0)) >> 1  # toward zero
 
 
-@triton.jit(do_not_specialize=["steps", "sign"])
-def exponents_kernel(
-    x_ptr, d_ptr, largest_ptr, R, K, stride_r, stride_k, steps, sign,
+@triton.jit
+def _raise_exponents(
+    pid, x_ptr, d_ptr, largest_ptr, R, K, stride_r, stride_k, steps, sign,
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Raise each row's largest exponent, counted from EMPTY, to that of BK * steps elements a
-    program, balanced by sign d."""
     spans = tl.cdiv(K, BK * steps)
-    pid = tl.program_id(0)
     r = (pid // spans) * BR + tl.arange(0, BR)
+    first = (pid % spans) * steps * BK
     base = x_ptr + r.to(tl.int64)[:, None] * stride_r
-    best = tl.full((BR, BK), _EMPTY, tl.int32)
+    best = tl.zeros((BR, BK), tl.int32)
+    seen = tl.zeros((BR, BK), tl.int32)
+    plain = tl.full((BK,), 1, tl.int32)
     for step in range(0, steps):
-        k = ((pid % spans) * steps + step) * BK + tl.arange(0, BK)
+        k = first + step * BK + tl.arange(0, BK)
         d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
-        bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k))
-        best = tl.maximum(best, _balanced_exponents(bits, d[None, :]))
-    e = tl.max(best, axis=1) - _EMPTY
-    tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
+        plain = tl.minimum(plain, (tl.abs(d) <= 126).to(tl.int32))
+        x = _tile(base, r, k, R, K, stride_k).to(tl.float32)
+        seen = seen | x.to(tl.int32, bitcast=True)
+        best = tl.maximum(best, _magnitude_bits(x * _power_of_two(d)[None, :]))
+    largest = tl.max(best, axis=1)
+    zero = tl.max(seen & 0x7FFFFFFF, axis=1) == 0
+    quick = tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & tl.min(plain, axis=0)
+    if quick != 0:
+        e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
+        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
+    else:
+        SB: tl.constexpr = _slow_block(BR, BK)
+        some = tl.full((BR, SB), _EMPTY, tl.int32)
+        for start in range(first, tl.minimum(first + steps * BK, K), SB):
+            k = start + tl.arange(0, SB)
+            d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
+            bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k))
+            some = tl.maximum(some, _balanced_exponents(bits, d[None, :]))
+        e = tl.max(some, axis=1) - _EMPTY
+        tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["a_steps", "b_steps"])
+def exponents_kernel(
+    a_ptr, a_largest, a_rows, a_stride_r, a_stride_k, a_steps,
+    b_ptr, b_largest, b_rows, b_stride_r, b_stride_k, b_steps, b_programs,
+    d_ptr, K, ALIKE: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
+):  # fmt: skip
+    """Raise the largest exponent, counted from EMPTY, of each row of a balanced by d and of b by -d,
+    to that of BK * steps elements a program."""
+    pid = tl.program_id(0)
+    of_b = pid < b_programs
+    if ALIKE:
+        _raise_exponents(
+            tl.where(of_b, pid, pid - b_programs), tl.where(of_b, b_ptr, a_ptr), d_ptr,
+            tl.where(of_b, b_largest, a_largest), tl.where(of_b, b_rows, a_rows), K,
+            tl.where(of_b, b_stride_r, a_stride_r), tl.where(of_b, b_stride_k, a_stride_k),
+            tl.where(of_b, b_steps, a_steps), tl.where(of_b, -1, 1), A_BR, A_BK,
+        )  # fmt: skip
+    elif of_b:
+        _raise_exponents(
+            pid, b_ptr, d_ptr, b_largest, b_rows, K, b_stride_r, b_stride_k, b_steps, -1, B_BR, B_BK
+        )
+    else:
+        _raise_exponents(
+            pid - b_programs, a_ptr, d_ptr, a_largest, a_rows, K, a_stride_r, a_stride_k, a_steps,
+            1, A_BR, A_BK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -503,7 +595,11 @@ def _digits_of_tile(
         mask = (r < R)[:, None] & (k < KP)[None, :]
         _store_digits(_nearest(y, e, W), digits + k[None, :], plane, mask, D)
     else:
-        _store_tile(x, e, digits, k, r, R, K, KP, plane, d_ptr, sign, W, D, 2)
+        first = (pid // blocks) * BK
+        _store_slowly(
+            x_ptr + r.to(tl.int64)[:, None] * stride_r, e, digits, first, tl.minimum(first + BK, KP),
+            r, R, K, KP, stride_k, plane, d_ptr, sign, W, D, 2, _slow_block(BR, BK),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -551,7 +647,7 @@ def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Oper
 
 def maxima(recipe: Recipe, x: Operand) -> Block:
     """Per row of each batch: the bits of max |x| along the contraction, int32."""
-    tile = launch.maxima_tile(x.k, x.stride_r < x.stride_k)
+    tile = launch.maxima_tile(x.k, x.side_by_side)
     spans = triton.cdiv(x.k, tile.columns * tile.steps)
     out = recipe.reserve(x.batch * x.rows, torch.int32, zeros=spans > 1)
     recipe.launch(
@@ -572,7 +668,8 @@ def quantize(
         return _quantize_gradient(recipe, a, b, window)
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
     second = qb.exponents if transposed is None else maxima(recipe, transposed)
-    tiles = [launch.rows_tile(x.rows, x.k, x.stride_r < x.stride_k) for x in (a, b)]
+    warps = launch.rows_warps(a.side_by_side)
+    tiles = [launch.rows_tile(x.rows, x.k, x.side_by_side, warps) for x in (a, b)]
     programs = [
         x.batch * triton.cdiv(x.rows, tile.rows) for x, tile in zip((a, b), tiles, strict=True)
     ]
@@ -583,9 +680,9 @@ def quantize(
         programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded,
         W=window, D=DIGITS[window], MODE=BALANCES[balance],
         ALIKE=tiles[0] == tiles[1] and a.like(b),
-        A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns,
-        B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns,
-        num_warps=tiles[0].warps, **launch.STRICT,
+        A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns, A_SPREAD=a.crooked,
+        B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns, B_SPREAD=b.crooked,
+        num_warps=warps, **launch.STRICT,
     )  # fmt: skip
     return qa, qb
 
@@ -596,21 +693,46 @@ def _quantize_gradient(
     """Two reads of both operands: tokens for balance and exponents, then tiles for digits."""
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
     d = recipe.reserve(a.k, torch.int32)
-    largest = [recipe.reserve(x.rows, torch.int32, zeros=True) for x in (a, b)]
+    largest = recipe.reserve(a.rows + b.rows, torch.int32)
     block = launch.TOKENS_TILE
     recipe.launch(
-        tokens_kernel, triton.cdiv(a.k, block.rows),
-        a.block, b.block, d, *largest, a.k,
+        tokens_kernel, triton.cdiv(a.k, block.rows), a.block, b.block, d, largest, a.k,
         a.rows, a.stride_r, a.stride_k, b.rows, b.stride_r, b.stride_k,
-        BK=block.rows, BR=block.columns, num_warps=block.warps, **launch.STRICT,
+        BK=block.rows, BR=block.columns, ZB=128, num_warps=block.warps, **launch.STRICT,
     )  # fmt: skip
-    _digits(recipe, a, b, qa, qb, largest, d, window)
+    each = _parts(largest, a, b)
+    _exponents_of(recipe, a, b, each, d)
+    _digits(recipe, a, b, qa, qb, each, d, window)
     return qa, qb
+
+
+def _parts(largest: Block, a: Operand, b: Operand) -> tuple[Block, Block]:
+    """The rows of a, the rows of b."""
+    behind = largest.offset + 4 * a.rows
+    return largest._replace(length=a.rows), largest._replace(offset=behind, length=b.rows)
+
+
+def _exponents_of(recipe: Recipe, a: Operand, b: Operand, largest, d: Block) -> None:
+    """Raise each row's largest exponent, counted from EMPTY, to what the balance d makes of it."""
+    rows = max(a.rows, b.rows)
+    tiles = [launch.exponents_tile(rows, x.side_by_side) for x in (a, b)]
+    programs = [
+        triton.cdiv(x.rows, tile.rows) * triton.cdiv(x.k, tile.columns * tile.steps)
+        for x, tile in zip((a, b), tiles, strict=True)
+    ]
+    recipe.launch(
+        exponents_kernel, sum(programs),
+        a.block, largest[0], a.rows, a.stride_r, a.stride_k, tiles[0].steps,
+        b.block, largest[1], b.rows, b.stride_r, b.stride_k, tiles[1].steps, programs[1],
+        d, a.k, ALIKE=tiles[0][:3] == tiles[1][:3] and a.like(b),
+        A_BR=tiles[0].rows, A_BK=tiles[0].columns,
+        B_BR=tiles[1].rows, B_BK=tiles[1].columns, num_warps=tiles[0].warps, **launch.STRICT,
+    )  # fmt: skip
 
 
 def _digits(recipe: Recipe, a: Operand, b: Operand, qa: Digits, qb: Digits, largest, d: Block, window: int) -> None:
     """Digits from the balance d and each row's largest exponent, counted from EMPTY."""
-    tiles = [launch.digits_tile(x.stride_r < x.stride_k) for x in (a, b)]
+    tiles = [launch.digits_tile(x.side_by_side) for x in (a, b)]
     programs = [
         triton.cdiv(x.rows, tile.rows) * triton.cdiv(qa.padded, tile.columns)
         for x, tile in zip((a, b), tiles, strict=True)
@@ -655,14 +777,8 @@ def quantize_cut(recipe: Recipe, a: Operand, b: Operand, tokens: tuple[Operand, 
         GRADIENT=first is not None, BLOCK=launch.WORDS_BLOCK, num_warps=4, **launch.STRICT,
     )  # fmt: skip
     largest = recipe.reserve(a.rows + b.rows, torch.int32, zeros=True)
-    each = largest._replace(length=a.rows), largest._replace(offset=largest.offset + 4 * a.rows, length=b.rows)
-    for x, out, sign in ((a, each[0], 1), (b, each[1], -1)):
-        tile = launch.maxima_tile(x.k, x.stride_r < x.stride_k)
-        recipe.launch(
-            exponents_kernel, triton.cdiv(x.rows, tile.rows) * triton.cdiv(x.k, tile.columns * tile.steps),
-            x.block, d, out, x.rows, x.k, x.stride_r, x.stride_k, tile.steps, sign,
-            BR=tile.rows, BK=tile.columns, num_warps=tile.warps, **launch.STRICT,
-        )  # fmt: skip
+    each = _parts(largest, a, b)
+    _exponents_of(recipe, a, b, each, d)
     quantised = len(recipe.launches)
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
     _digits(recipe, a, b, qa, qb, each, d, window)
