@@ -6,9 +6,11 @@ Checked on 2.11.0 and 2.13.0 unless a line says otherwise.
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import sys
+import threading
 import types
 from unittest import mock
 
@@ -25,7 +27,7 @@ def compile_fx(gm, inputs, *, inner, decompositions, config, recomputable=()):
     """
     from torch._inductor.compile_fx import compile_fx as compile_graph
 
-    with _recomputed(recomputable):
+    with _recomputed(recomputable), _rare_collections():
         return compile_graph(gm, inputs, inner_compile=inner, decompositions=decompositions, config_patches=config)
 
 
@@ -62,21 +64,42 @@ def compile_fx_inner(gm, inputs, **kwargs):
 @contextlib.contextmanager
 def _fast_compilation():
     """What costs Inductor much time on graphs of many small operations, done faster, to the same code."""
-    with _one_dtype_handler(), _lean_loop_bodies(), _no_symbols_where_sizes_are_known():
+    with _rare_collections(), _one_dtype_handler(), _lean_loop_bodies(), _equal_ranges_need_no_algebra(), _no_symbols_where_sizes_are_known():
         yield
+
+
+_collecting = {"lock": threading.Lock(), "compilations": 0, "usual": None}
+
+
+@contextlib.contextmanager
+def _rare_collections():
+    """Python looks for cycles of garbage after each 100000 new objects, not after 700. A compilation makes
+    millions that live, and went through them for a tenth of its time."""
+    with _collecting["lock"]:
+        _collecting["compilations"] += 1
+        if _collecting["compilations"] == 1:
+            _collecting["usual"] = usual = gc.get_threshold()
+            if usual[0]:  # 0: no collections at all
+                gc.set_threshold(max(usual[0], 100_000), *usual[1:])
+    try:
+        yield
+    finally:
+        with _collecting["lock"]:
+            _collecting["compilations"] -= 1
+            if _collecting["compilations"] == 0:
+                gc.set_threshold(*_collecting["usual"])
 
 
 @contextlib.contextmanager
 def _lean_loop_bodies():
     """Run the inside of a loop without torch.fx's interpreter, whose provenance and progress bar for every
     one of its operations cost as much as the operations."""
-    from torch._inductor.loop_body import InterpreterShim, LoopBodyBlock
+    from torch._inductor.loop_body import InterpreterShim
     from torch._inductor.virtualized import V
 
-    def call(block):
-        handler, submodules = V.get_ops_handler(), block.body.submodules
-        interpreter = InterpreterShim(block.graph, submodules)
-        values = interpreter.env = {}
+    def run(interpreter, *inputs, initial_env=None):
+        inputs = iter(inputs)
+        values = interpreter.env = {} if initial_env is None else initial_env
 
         def value(argument):
             if isinstance(argument, torch.fx.Node):
@@ -86,27 +109,42 @@ def _lean_loop_bodies():
             return argument
 
         with V.set_interpreter_handler(interpreter):
-            for node in block.graph.nodes:
+            for node in interpreter.graph.nodes:
+                if node in values:
+                    continue
                 interpreter.current_node = node
                 if node.op == "placeholder":
-                    values[node] = handler
+                    values[node] = next(inputs)
+                    continue
+                if node.op == "get_attr":
+                    values[node] = interpreter.submodules[node.target]
                     continue
                 arguments = [value(argument) for argument in node.args]
-                keywords = {name: value(argument) for name, argument in node.kwargs.items()}
+                if node.op == "output":
+                    values[node] = arguments[0]
+                    return arguments[0]
                 if node.op == "call_method":
                     function = getattr(arguments.pop(0), node.target)
-                elif node.op == "call_module":
-                    function = submodules[node.target]
-                elif node.op == "call_function":
-                    function = node.target
-                elif node.op == "get_attr":
-                    values[node] = submodules[node.target]
-                    continue
                 else:
-                    return arguments[0]
-                values[node] = function(*arguments, **keywords)
+                    function = interpreter.submodules[node.target] if node.op == "call_module" else node.target
+                values[node] = function(*arguments, **{name: value(argument) for name, argument in node.kwargs.items()})
 
-    with mock.patch.object(LoopBodyBlock, "__call__", call):
+    with mock.patch.object(InterpreterShim, "run", run):
+        yield
+
+
+@contextlib.contextmanager
+def _equal_ranges_need_no_algebra():
+    """The intersection of equal ranges is that range: Inductor asks for it whenever an operation recurs in a
+    kernel, and SymPy takes its time."""
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    intersection = ValueRanges.tighten
+
+    def tighten(one, other):
+        return one if one.lower is other.lower and one.upper is other.upper else intersection(one, other)
+
+    with mock.patch.object(ValueRanges, "tighten", tighten):
         yield
 
 
