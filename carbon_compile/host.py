@@ -238,6 +238,8 @@ def _rows_stay_in_registers():
     with (
         mock.patch.object(InductorChoices, "should_use_persistent_reduction", staticmethod(should_use_persistent_reduction)),
         mock.patch.object(InductorChoices, "triton_kernel_kwargs", triton_kernel_kwargs),
+        # One row a program drops a dimension, which 2.11 can't do where something is gathered.
+        mock.patch.object(TritonKernel, "want_no_x_dim", lambda kernel: False),
     ):
         yield
 
