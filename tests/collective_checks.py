@@ -356,7 +356,7 @@ def trainers(rank, world, steps, kinds, path):
             for module in (model.layers, model):
                 fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
         called = DistributedDataParallel(model) if kind == "ddp" else model
-        trainer = _trainer(called, 4, backend="carbon" if kind == "compiled" else None, accumulate=2 if kind == "eager" else 1)
+        trainer = _trainer(called, 4, backend=carbon if kind == "compiled" else None, accumulate=2 if kind == "eager" else 1)
         recorded = f"{path}.{kind}.{rank}"
         with eager_engine() if kind == "compiled" else carbon_compile.enable(), contextlib.nullcontext() if kind == "fsdp" else carbon_compile.ledger(recorded):
             losses = []
