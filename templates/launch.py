@@ -162,19 +162,32 @@ def digits_tile(side_by_side: bool) -> Tile:
 
 # ---- products ----
 
-# Hopper's plans for wide products, and what a tile costs: microseconds per index of the contraction
-# and besides, tiles per multiprocessor at a time. Fitted to an H100 at 4096^3, 16384x768x3072 and
-# 768x3072x16384.
+class Cost(NamedTuple):
+    """Microseconds of a plan: per index of the contraction and besides, a tile; how many tiles a
+    multiprocessor works at together; and of a product, however small."""
+
+    per_index: float
+    per_tile: float
+    resident: int = 1
+    once: float = 0.0
+
+
+# Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H100 at
+# 4096^3, 16384x768x3072 and 768x3072x16384, X2's also at the products of GPT-2 with 4096 tokens. Small
+# tiles with two programs a multiprocessor multiply while others store: good for short contractions.
 _HOPPER = {
     16: {
-        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): (0.0105, 5.0, 1),
-        Plan(64, 64, 128, 4, 3, joint=True, tma=True): (0.0056, 4.2, 2),
-        Plan(128, 256, 128, 16, 3, tma=True): (0.0289, 15.4, 1),
+        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): Cost(0.0099, 7.2),
+        Plan(128, 128, 128, 8, 3, joint=True, tma=True): Cost(0.0124, 4.6),
+        Plan(64, 128, 128, 4, 3, joint=True, tma=True, specialised=True): Cost(0.0050, 5.5, 1, 2.0),
+        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True, programs=2): Cost(0.0060, 1.6, 1, 8.0),
+        Plan(64, 64, 128, 4, 3, joint=True, tma=True): Cost(0.0056, 4.2, 2),
+        Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0289, 15.4),
     },
     24: {
-        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): (0.0185, 14.0, 1),
-        Plan(128, 64, 128, 8, 3, joint=True, tma=True): (0.0127, 8.0, 1),
-        Plan(128, 256, 128, 16, 3, tma=True): (0.0636, 19.3, 1),
+        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): Cost(0.0185, 14.0),
+        Plan(128, 64, 128, 8, 3, joint=True, tma=True): Cost(0.0127, 8.0),
+        Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0636, 19.3),
     },
 }
 
@@ -190,10 +203,17 @@ def _candidates(window: int, m: int, n: int, hw: Hardware, engine: str) -> list[
         return [Plan(128, bn, 64, 8, 3, tma=hw.tma)]
     if narrow <= 64:
         bn = max(16, _power_of_two(narrow))
+        if window == 16 and bn == 64:
+            return [Plan(64, 64, 128, 4, 3, joint=True, tma=True)]
         if window == 16:
-            return [Plan(128, bn, 128, 4 if bn <= 32 else 8, 4, joint=True, tma=True)]
+            return [Plan(128, bn, 128, 4, 4, joint=True, tma=True)]
         return [Plan(128, bn, 64, 4 if bn <= 32 else 8, 5, joint=True, tma=True)]
-    return list(_HOPPER[window])
+    return [replace(plan, programs=plan.programs * hw.sms) for plan in _HOPPER[window]]
+
+
+def _stages(plan: Plan, padded: int) -> int:
+    """As many as there are steps, and one more that another tile may begin with."""
+    return 1 + max(1, -(-padded // plan.bk))
 
 
 _overrides: dict[tuple, Plan] = {}
@@ -231,7 +251,7 @@ def gemm_plan(
     swap = m < n and m <= 64 and hw.capability != (0, 0)
     rows, columns = (n, m) if swap else (m, n)
     plans = [
-        split(replace(plan, engine=engine, swap=swap, bk=min(plan.bk, padded)), padded, window, s)
+        split(replace(plan, engine=engine, swap=swap, bk=min(plan.bk, padded), stages=min(plan.stages, _stages(plan, padded))), padded, window, s)
         for plan in _candidates(window, m, n, hw, engine)
         for s in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 22, 24, 32)
         if s == 1 or padded // plan.bk >= 4 * s
@@ -254,29 +274,38 @@ def expected(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
     """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass."""
-    per_index, per_tile, resident = _tile_cost(plan, window, hw)
+    cost = _cost(plan, window, hw)
     tiles = -(-m // plan.bm) * -(-n // plan.bn) * plan.splits * batch
-    waves = -(-tiles // (hw.sms * resident))
-    time = waves * (plan.span * per_index + per_tile)
+    waves = -(-tiles // (hw.sms * cost.resident))
+    ragged = 3.0 * plan.bm * plan.bn / 128**2 if plan.specialised and n % 8 else 0.0  # rows stored in single elements
+    time = cost.once + waves * (plan.span * cost.per_index + cost.per_tile + ragged)
     if plan.words:
         time += 6.0 + m * n * batch * (plan.splits * 8 / 1e6 + 20 / 2.5e6)
     return time
 
 
-def _tile_cost(plan: Plan, window: int, hw: Hardware) -> tuple[float, float, int]:
-    """Microseconds per contraction index and per tile, tiles at a time on a multiprocessor."""
-    for known, cost in _HOPPER[window].items() if hw.capability[0] == 9 else ():
-        if (plan.bm, plan.bn, plan.joint, plan.specialised) == (
-            known.bm, known.bn, known.joint, known.specialised,
-        ):  # fmt: skip
-            return cost
+def _cost(plan: Plan, window: int, hw: Hardware) -> Cost:
+    """What a plan costs that was measured, or one whose tile was, or by the bytes and operations of any."""
+    known = list(_HOPPER[window].items()) if hw.capability[0] == 9 else []
+    for traits in (_traits, _tile_of):
+        for other, cost in known:
+            if traits(plan) == traits(other):
+                return cost
     digits = window // 8
     loads = digits if plan.joint else digits**2
     bytes_per_index = loads * (plan.bm + plan.bn)
     operations_per_index = 2 * digits**2 * plan.bm * plan.bn
     resident = 1 if plan.bm * plan.bn > 128 * 64 else 2
     per_index = max(bytes_per_index / 45e3, operations_per_index / 11e6) * resident
-    return per_index, plan.bm * plan.bn * (8 if plan.words else 4) / 22e3 + 2.0, resident
+    return Cost(per_index, plan.bm * plan.bn * (8 if plan.words else 4) / 22e3 + 2.0, resident)
+
+
+def _tile_of(plan: Plan) -> tuple:
+    return plan.bm, plan.bn, plan.joint, plan.specialised
+
+
+def _traits(plan: Plan) -> tuple:
+    return *_tile_of(plan), plan.bk, plan.warps, bool(plan.programs)
 
 
 # (bm, bn, bk, warps, stages) worth timing, by (schedule, specialised); joint ones by window.
