@@ -1,19 +1,29 @@
 """Products of few rows by a weight, as decoding has them: no digits of the weight in memory.
 
-The weight is most of the bytes, so it is read from memory once and then, while it lies in L2, twice
-more: (1) the largest magnitude of each contraction index, which is the balance; (2) the exponent of
-each output column, and the digits of the few rows; (3) the product, where a program makes digits of
-its tile of the weight in registers and multiplies them at once. All of it is C^T = B^T A^T: the
-weight's rows are the tall side of the tensor cores, the activations' rows the narrow one.
+Reading the weight is what such a product costs, and the ordinary way moves it often: twice to balance
+and measure it, once more to write its digits (as many bytes as bfloat16 has, three quarters of
+float32's) and again to read them. Here it is read three times and nothing is written, and of a weight
+that fits L2 the second and third read, which start where the one before ended, seldom reach memory:
+
+1. `index_maxima_kernel`: the largest magnitude of each contraction index, from which the balance
+   follows. Row blocks of the weight raise it by atomics.
+2. `exponents_kernel`: the exponent of each output column, which needs the whole balance; and the
+   digits of the few rows, which every program of (3) reads, from L2.
+3. `product_kernel`: digits of a tile of the weight, made in registers and multiplied at once, all
+   levels side by side. With split contraction `matmul_kernels.finish_kernel` follows.
+
+All of it is C^T = B^T A^T: the weight's rows are the tall side of the tensor cores, the activations'
+rows the narrow one. Instructions bound (1) in bfloat16 and (3): hence maxima of two values at a time,
+and digits that come out of a float's bytes.
 
 Integers, exponents and decisions are those of `quantize_kernels`, totals and results those of
 `matmul_kernels`: the same bits. A row of the weight that the quick way of quantising cannot hold makes
 the programs that meet it go the general way.
+
+The interpreter has no inline assembly: there plain Triton takes its place.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,18 +38,6 @@ from carbon_compile.templates.quantize import DIGITS
 # 1.5 2^23, where an ulp is 1 on both sides of zero, and half a digit.
 _MAGIC = tl.constexpr(12582912.0 + 128.0)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_SCALES_BLOCK = 1024
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Launch parameters of the three kernels: rows are the weight's."""
-
-    maxima: tuple[int, int, int, int] = (32, 512, 2, 8)  # rows, contraction, steps, warps
-    exponents: tuple[int, int, int] = (8, 512, 8)
-    product: tuple[int, int, int, int, int] = (32, 128, 1, 4, 4)  # rows, contraction, groups, warps, stages
-    splits: int = 1
-    overlap: bool = False  # programmatic dependent launch
 
 
 @triton.jit
@@ -90,15 +88,13 @@ def _largest(best, x):
 @triton.jit
 def index_maxima_kernel(
     w_ptr, out_ptr, N, K, stride_r, stride_k,
-    BR: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Raise the bits of each contraction index's largest magnitude to those of BR * STEPS rows."""
     across = tl.cdiv(K, BK)
     pid = tl.program_id(0)
     k = (pid % across) * BK + tl.arange(0, BK)
     first = (pid // across) * (BR * STEPS)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     best = _nothing((BR, BK), w_ptr)
     for step in tl.static_range(STEPS):
         r = first + step * BR + tl.arange(0, BR)
@@ -144,14 +140,11 @@ def _weight_exponents(
 def exponents_kernel(
     a_ptr, digits_ptr, a_exponents, M, a_all, a_stride_r, a_stride_k,
     w_ptr, w_exponents, general_ptr, N, w_stride_r, w_stride_k,
-    maxima_ptr, scales_ptr, K, KP, a_programs,
+    maxima_ptr, d_ptr, scales_ptr, K, KP, a_programs,
     W: tl.constexpr, D: tl.constexpr, A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Digits of the few rows, then 2^-d of the contraction indices, then the weight's exponents."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """Digits of the few rows, then d and 2^-d of the contraction indices, then the weight's exponents."""
     pid = tl.program_id(0)
     of_scales = tl.cdiv(KP, BLOCK)
     if pid < a_programs:
@@ -163,6 +156,7 @@ def exponents_kernel(
         k = (pid - a_programs) * BLOCK + tl.arange(0, BLOCK)
         scales, _ = kernels._plain_scales(maxima_ptr, k, K, -1, 1)
         tl.store(scales_ptr + k, scales, mask=k < KP)
+        tl.store(d_ptr + k, kernels._weights(maxima_ptr, k, K), mask=k < KP)
     else:
         _weight_exponents(
             # From the end, where the pass before left the weight in L2.
@@ -345,18 +339,16 @@ def _along(x, axis: tl.constexpr, rank: tl.constexpr):
 @triton.jit(do_not_specialize=["has_bias"])
 def product_kernel(
     w_ptr, w_exponents, general_ptr, N, w_stride_r, w_stride_k,
-    digits_ptr, a_exponents, M, scales_ptr, maxima_ptr, K, KP, span,
+    digits_ptr, a_exponents, M, scales_ptr, d_ptr, K, KP, span,
     out_ptr, total_ptr, bias_ptr, total_plane, out_n, out_m, bias_n, bias_m, has_bias,
     W: tl.constexpr, D: tl.constexpr, MP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    G: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """BR output columns of all M rows, over one span of the contraction.
 
     `digits_ptr` int8 [D, MP, KP] of the rows. G > 1: that many groups of warps share a step, each
     with BK indices of its own. WORDS as in `matmul_kernels.gemm_kernel`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     rank: tl.constexpr = 2 if G == 1 else 3
     blocks = tl.cdiv(N, BR)
     pid = tl.program_id(0)
@@ -398,7 +390,7 @@ def product_kernel(
             k = k0 + indices
             at = base + _along(k.to(tl.int64), 1, rank) * w_stride_k
             x = tl.load(at, mask=_along(k, 1, rank) < K, other=0)
-            d = kernels._weights(maxima_ptr, k, K)
+            d = tl.load(d_ptr + k)
             q = kernels._integers(x, _along(shift, 0, rank) - _along(d, 1, rank))
             w0, w1, w2 = _digits(q, D)
             l0, l1, l2, l3, l4 = _multiplied(
@@ -417,65 +409,55 @@ def product_kernel(
     )  # fmt: skip
 
 
-def prepare(a, b, window: int, bias, transposed: bool = False, tiles: Tiles | None = None) -> Recipe:
-    """The launches of a [M, K] by a weight b [K, N] with its balance, K within one int32 span."""
-    tiles = tiles or Tiles()
-    recipe = Recipe()
+def multiply_few_rows(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan) -> None:
+    """The launches of a [M, K] by a weight b [K, N] with its balance; `bias` [M, N], any strides."""
     x, w = kernels.operand(a, A, -1), kernels.operand(b, B, -2)
-    planes, mp = DIGITS[window], max(8, launch._power_of_two(x.rows))
-    br, bk, groups, warps, stages = tiles.product
-    later = {"launch_pdl": True} if tiles.overlap else {}
-    step = bk * groups
-    padded = triton.cdiv(x.k, max(step, 128)) * max(step, 128)
+    planes, mp = DIGITS[window], launch.few_rows(x.rows)
+    padded = triton.cdiv(launch.padded_contraction(x.k), plan.step) * plan.step
     maxima = recipe.reserve(x.k, torch.int32, zeros=True)
     digits = recipe.reserve(planes * mp * padded, torch.int8)
+    d = recipe.reserve(padded, torch.int32)
     scales = recipe.reserve(padded, torch.float32)
-    exponents = [recipe.reserve(r, torch.int32) for r in (x.rows, w.rows)]
-    general = recipe.reserve(w.rows, torch.int32)
+    x_exponents, w_exponents, general = (recipe.reserve(r, torch.int32) for r in (x.rows, w.rows, w.rows))
 
-    rows, columns, steps, maxima_warps = tiles.maxima
+    tile = launch.index_maxima_tile(w.rows * w.k, w.dtype == torch.bfloat16)
     recipe.launch(
-        index_maxima_kernel, triton.cdiv(w.k, columns) * triton.cdiv(w.rows, rows * steps),
+        index_maxima_kernel, triton.cdiv(w.k, tile.columns) * triton.cdiv(w.rows, tile.rows * tile.steps),
         w.block, maxima, w.rows, w.k, w.stride_r, w.stride_k,
-        BR=rows, BK=columns, STEPS=steps, PDL=tiles.overlap, num_warps=maxima_warps, **launch.STRICT,
+        BR=tile.rows, BK=tile.columns, STEPS=tile.steps, num_warps=tile.warps, **launch.STRICT,
     )  # fmt: skip
-    rows, columns, exponents_warps = tiles.exponents
+    tile = launch.column_exponents_tile(w.stride_r < w.stride_k)
     few = launch.rows_tile(x.rows, x.k, x.stride_r < x.stride_k)
-    a_programs = triton.cdiv(x.rows, few.rows)
+    programs = triton.cdiv(x.rows, few.rows)
     recipe.launch(
-        exponents_kernel, a_programs + triton.cdiv(padded, _SCALES_BLOCK) + triton.cdiv(w.rows, rows),
-        x.block, digits, exponents[0], x.rows, mp, x.stride_r, x.stride_k,
-        w.block, exponents[1], general, w.rows, w.stride_r, w.stride_k,
-        maxima, scales, x.k, padded, a_programs,
-        W=window, D=planes, A_BR=few.rows, A_BK=few.columns, A_LOOP=x.k > few.columns,
-        BR=rows, BK=columns, BLOCK=_SCALES_BLOCK, PDL=tiles.overlap,
-        num_warps=exponents_warps, **later, **launch.STRICT,
+        exponents_kernel, programs + triton.cdiv(padded, launch.WORDS_BLOCK) + triton.cdiv(w.rows, tile.rows),
+        x.block, digits, x_exponents, x.rows, mp, x.stride_r, x.stride_k,
+        w.block, w_exponents, general, w.rows, w.stride_r, w.stride_k,
+        maxima, d, scales, x.k, padded, programs,
+        W=window, D=planes, A_BR=few.rows, A_BK=few.columns, A_LOOP=padded > few.columns,
+        BR=tile.rows, BK=tile.columns, BLOCK=launch.WORDS_BLOCK, num_warps=tile.warps, **launch.STRICT,
     )  # fmt: skip
     recipe.quantising = len(recipe.launches)
 
-    span = triton.cdiv(padded, tiles.splits * step) * step
-    splits = triton.cdiv(padded, span)
-    words = 0 if splits == 1 else 1
-    out_strides = (1, x.rows) if transposed else (w.rows, 1)  # of m and n
+    strides = (w.rows, 1)  # of the result, along m and n
     bias_strides = (0, 1) if bias is None else bias.stride()
     along = 0 if bias_strides[1] == 0 else 1 if bias_strides[0] == 0 else 2
-    bias_block = Block(OUT if bias is None else BIAS)
-    total = recipe.reserve(x.rows * w.rows, torch.int64, zeros=True) if words else Block(OUT)
+    out, added = Block(OUT), Block(OUT if bias is None else BIAS)
+    elements = x.rows * w.rows
+    total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
     recipe.launch(
-        product_kernel, triton.cdiv(w.rows, br) * splits,
-        w.block, exponents[1], general, w.rows, w.stride_r, w.stride_k,
-        digits, exponents[0], x.rows, scales, maxima, x.k, padded, span,
-        Block(OUT), total, bias_block, x.rows * w.rows,
-        out_strides[1], out_strides[0], bias_strides[1], bias_strides[0], int(bias is not None),
-        W=window, D=planes, MP=mp, BR=br, BK=bk, G=groups, EVEN=x.k == padded, WORDS=words, BIAS=along,
-        PDL=tiles.overlap, num_warps=warps, num_stages=stages, **later, **launch.STRICT,
+        product_kernel, triton.cdiv(w.rows, plan.bm) * triton.cdiv(padded, plan.span),
+        w.block, w_exponents, general, w.rows, w.stride_r, w.stride_k,
+        digits, x_exponents, x.rows, scales, d, x.k, padded, plan.span,
+        out, total, added, elements, *strides[::-1], *bias_strides[::-1], int(bias is not None),
+        W=window, D=planes, MP=mp, BR=plan.bm, BK=plan.bk, G=plan.groups, EVEN=x.k == padded,
+        WORDS=plan.words, BIAS=along, num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
     )  # fmt: skip
-    if words:
-        bn, bm = launch.FINISH_TILE
+    if plan.words:
+        columns, rows = launch.FINISH_TILE
         recipe.launch(
-            products.finish_kernel, triton.cdiv(w.rows, bm) * triton.cdiv(x.rows, bn),
-            Block(OUT), total, bias_block, exponents[1], exponents[0],
-            w.rows, x.rows, 0, 0, 0, 0, out_strides[1], out_strides[0], 0, bias_strides[1], bias_strides[0],
-            int(bias is not None), BM=bm, BN=bn, WORDS=words, BIAS=along, num_warps=4, **launch.STRICT,
+            products.finish_kernel, triton.cdiv(w.rows, rows) * triton.cdiv(x.rows, columns),
+            out, total, added, w_exponents, x_exponents,
+            w.rows, x.rows, 0, 0, elements, 0, *strides[::-1], 0, *bias_strides[::-1], int(bias is not None),
+            BM=rows, BN=columns, WORDS=plan.words, BIAS=along, num_warps=4, **launch.STRICT,
         )  # fmt: skip
-    return recipe
