@@ -587,7 +587,7 @@ from triton.backends.compiler import GPUTarget
 class Driver:
     def __init__(self, capability): self.capability = capability
     def get_current_target(self): return GPUTarget("cuda", self.capability, 32)
-    def get_current_device(self): return 0
+    def get_current_device(self): return self.capability  # kernels are kept by device
     def get_current_stream(self, device=0): return 0
 
 from carbon_compile.templates import launch, matmul_kernels
@@ -665,6 +665,8 @@ def recipes():
     yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
     yield a, b, "none", None, launch.split(replace(joint, programs=1), 256, 24, 2)
     yield a, b, "weight", bias, swapped
+    streamed = launch.Plan(32, 32, 64, 4, 3, swap=True, streamed=True, groups=2)
+    yield a, b, "weight", bias, launch.split(streamed, 256, 24, 2)
     yield (
         wild(2, 5, 9000),
         wild(2, 9000, 6, seed=3),
