@@ -50,6 +50,7 @@ CHECKS = [
     (257, 384, 640, "bfloat16", "weight", "kk", "bfloat16", True),
     (260, 700, 900, "bfloat16", "gradient", "rr", "float32", False),
     (33, 300, 9001, "float16", "weight", "rk", "float16", False),
+    (16, 1100, 4112, "bfloat16", "weight", "kk", "bfloat16", True),
     (64, 64, 20000, "float32", "gradient", "kr", "float32", False),
     (9, 70, 140000, "float32", "none", "kr", "float32", False),
 ]

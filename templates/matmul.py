@@ -117,11 +117,17 @@ def _recipes(products, device):
         yield recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
 
 
-def describe(m: int, n: int, k: int, *, window: int, batch: int = 1, device=None) -> dict:
-    """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}."""
+def describe(
+    m: int, n: int, k: int, *, window: int, batch: int = 1, device=None, weight: Tensor | None = None
+) -> dict:
+    """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}.
+
+    `weight` is the second operand, where the balance is "weight"; only its strides and type are read.
+    """
     if device is None or torch.device(device).type != "cuda":
         return {"engine": "float64 BLAS", "tile": None, "split_k": 1, "warps": None, "stages": None}
-    return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device)).describe()
+    itemsize = 0 if weight is None else launch.streamable(weight)
+    return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device), weight=itemsize).describe()
 
 
 def _product(

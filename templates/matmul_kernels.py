@@ -442,8 +442,23 @@ def prepare(
 ) -> Recipe:
     """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
     the result's shape. The first `quantising` of them make digits. A `transposed` result is laid
-    out as C^T."""
+    out as C^T. A streamed `plan` is for balance "weight" and a result that is not transposed."""
     recipe = Recipe()
+    batch = a.shape[0] if a.dim() == 3 else 1
+    if plan is None:
+        m, n = a.shape[-2], b.shape[-1]
+        product = (*((n, m) if transposed else (m, n)), launch.padded_contraction(a.shape[-1]), window, batch)
+        plan = launch.gemm_plan(
+            *product, launch.hardware(device or a.device), engine,
+            launch.streamable(b) if balance == "weight" and not transposed else 0,
+        )  # fmt: skip
+        recipe.product = None if plan.streamed else (*product, engine)
+    recipe.plan = plan
+    if plan.streamed:
+        from carbon_compile.templates import small_kernels
+
+        small_kernels.multiply_few_rows(recipe, a, b, window, bias, plan)
+        return recipe
     qa, qb = quantize_operands(recipe, a, b, window, balance)
     recipe.quantising = len(recipe.launches)
     bias_strides = None if bias is None else (0, *bias.stride())[-3:]
@@ -451,11 +466,6 @@ def prepare(
         qa, qb = qb, qa
         if bias is not None:
             bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
-    batch = a.shape[0] if a.dim() == 3 else 1
-    if plan is None:
-        recipe.product = (qa.rows, qb.rows, qa.padded, window, batch, engine)
-        plan = launch.gemm_plan(*recipe.product[:5], launch.hardware(device or a.device), engine)
-    recipe.plan = plan
     multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan)
     return recipe
 

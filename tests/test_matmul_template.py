@@ -597,6 +597,7 @@ import torch
 from carbon_compile.templates import matmul_kernels
 from tests.offline import pretend
 
+
 def meta(*shape, dtype=torch.float32): return torch.empty(shape, dtype=dtype, device="meta")
 
 def products():
@@ -625,18 +626,12 @@ def test_kernels_compile_for_gpus_that_are_not_here():
 
 ELSEWHERE = """
 import contextlib, os, torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=0): return 0
 
 from carbon_compile import host
-from carbon_compile.templates import launch, matmul
+from carbon_compile.templates import matmul
+from tests.offline import pretend
 
-triton.runtime.driver.set_active(Driver())
-launch.hardware = lambda device: launch.Hardware((9, 0), 132)
+pretend(90)
 torch.cuda.device = lambda device: contextlib.nullcontext()
 found = []
 triton.knobs.compilation.listener = lambda *, src, cache_hit, **rest: found.append((src.name, cache_hit))
@@ -704,6 +699,8 @@ def recipes():
     yield a.t().contiguous().t(), b, "gradient", None, launch.split(joint, 256, 24, 2)
     yield a, b, "none", None, launch.split(replace(joint, programs=1), 256, 24, 2)
     yield a, b, "weight", bias, swapped
+    streamed = launch.Plan(32, 32, 64, 4, 3, swap=True, streamed=True, groups=2)
+    yield a, b, "weight", bias, launch.split(streamed, 256, 24, 2)
     yield (
         wild(2, 5, 9000),
         wild(2, 9000, 6, seed=3),
