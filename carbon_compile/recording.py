@@ -38,6 +38,7 @@ from .ledger_file import (
     same_bits,
     tensor_differences,
 )
+from .snapshot import local
 
 _REASON = "a carbon ledger reads, and computes nothing that training sees"
 
@@ -55,7 +56,8 @@ def ledger(path: str | os.PathLike, model: torch.nn.Module | None = None, *, eve
         path: the file. One that exists is continued: a step that it already has is made again and
             compared with its record, which is how a resumed run proves itself; later steps are added.
         model: names the tensors and adds persistent buffers to the weights; without it, parameters
-            are called by their place in the optimizer.
+            are called by their place in the optimizer. Of tensors that ranks cut (DTensors) this rank's
+            parts are recorded; each rank needs a file of its own.
         every: record steps whose number divides by this; the others cost nothing.
         tensors: keep a hash a tensor, so that `carbon-compile diff` can name the first that differs;
             otherwise one a group.
@@ -313,6 +315,7 @@ class _Layout:
     def __init__(self, model, optimizer, facts):
         self._model, self._optimizer = model, optimizer
         self._parameters = _parameters(model, optimizer)
+        self._cut = any(hasattr(p, "to_local") for p in self._parameters)  # then the digests are of this rank's parts
         names = parameter_names(model, optimizer)
         self._parameter_names = [names[id(p)] for p in self._parameters]
         self._modules = _modules(model)
@@ -350,7 +353,8 @@ class _Layout:
             for group in self._optimizer.param_groups:
                 values += [value for key, value in group.items() if _counts(key)]
         values += facts.values()
-        return values + self._parameters + [buffers.get(key) for _, buffers, key in self._buffers]
+        values += self._parameters + [buffers.get(key) for _, buffers, key in self._buffers]
+        return [local(v) if isinstance(v, torch.Tensor) else v for v in values] if self._cut else values
 
     def _labels(self):
         """(group, name, whether it is a setting) of each value that is fetched."""
