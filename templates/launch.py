@@ -396,6 +396,15 @@ def index_maxima_tile(elements: int, bfloat16: bool) -> Tile:
     return Tile(32, 512, 8, 4)
 
 
+def few_rows_tile(k: int, side_by_side: bool) -> Tile:
+    """Of the few rows themselves, which are over before the weight's: whole rows that lie contiguously."""
+    if side_by_side:
+        columns = min(512, max(64, _power_of_two(k)))
+        return Tile(max(16, 8192 // columns), columns, 8)
+    columns = next((width for width in (64, 256, 512, 1024) if k <= width), 4096)
+    return Tile(4096 // columns, columns, 8)
+
+
 def column_exponents_tile(side_by_side: bool) -> Tile:
     return Tile(32, 128, 8) if side_by_side else Tile(8, 512, 8)
 

@@ -150,7 +150,7 @@ def exponents_kernel(
     if pid < a_programs:
         kernels._quantize_rows(
             pid, a_ptr, digits_ptr, a_exponents, M, a_all, 0, a_stride_r, a_stride_k,
-            maxima_ptr, 0, K, KP, 1, W, D, 1, A_BR, A_BK, A_LOOP,
+            maxima_ptr, 0, K, KP, 1, W, D, 1, A_BR, A_BK, A_LOOP, False,
         )  # fmt: skip
     elif pid < a_programs + of_scales:
         k = (pid - a_programs) * BLOCK + tl.arange(0, BLOCK)
@@ -427,7 +427,7 @@ def multiply_few_rows(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan
         BR=tile.rows, BK=tile.columns, STEPS=tile.steps, num_warps=tile.warps, **launch.STRICT,
     )  # fmt: skip
     tile = launch.column_exponents_tile(w.stride_r < w.stride_k)
-    few = launch.rows_tile(x.rows, x.k, x.stride_r < x.stride_k)
+    few = launch.few_rows_tile(x.k, x.rows > 1 and x.stride_r < x.stride_k)
     programs = triton.cdiv(x.rows, few.rows)
     recipe.launch(
         exponents_kernel, programs + triton.cdiv(padded, launch.WORDS_BLOCK) + triton.cdiv(w.rows, tile.rows),
