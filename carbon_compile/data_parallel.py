@@ -123,6 +123,8 @@ class LogicalShards:
     def __init__(self, model, count, *, group=None, reduction="mean"):
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{count!r} logical shards: give a whole number from 1")
         self.model, self.count, self.reduction = model, count, reduction
         self.ddp = model if isinstance(model, torch.nn.parallel.DistributedDataParallel) else None
         self.fsdp = [m for m in model.modules() if hasattr(m, "set_custom_reduce_scatter")]

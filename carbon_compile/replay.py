@@ -18,7 +18,7 @@ from .bits import Difference, canonical_bits, tensor_diff, ulp_distances
 from .graph_lint import TargetError, made_by
 from .location import locate, operator_name
 from .render import relative
-from .reproducer import reproducer
+from .reproducer import producer, reproducer
 from .snapshot import RandomState
 from .trainer import DeterministicTrainer, slices
 
@@ -114,12 +114,12 @@ class _Recorder(fx.Interpreter):
         if node.op in ("call_function", "call_method"):
             before = torch.get_rng_state()
         result = super().run_node(node)
+        if node.op in ("call_function", "call_method") and not torch.equal(before, torch.get_rng_state()):
+            self.run_of.randoms[node.name] = before
         if not isinstance(result, torch.Tensor) or node.op == "output":
             return result
         kept = self.run_of.inputs if node.op in ("placeholder", "get_attr") else self.run_of.outputs
         kept[node.name] = result.detach().clone()
-        if node.op in ("call_function", "call_method") and not torch.equal(before, torch.get_rng_state()):
-            self.run_of.randoms[node.name] = before
         if result.requires_grad:
             result.register_hook(lambda gradient, name=node.name: self._came_back(name, gradient))
         return result
@@ -229,8 +229,9 @@ def partings(graph_module: fx.GraphModule, one: Run, other: Run, names: dict[str
     for kind, order, a, b in (("output", nodes, one.outputs, other.outputs), ("gradient", nodes[::-1], one.gradients, other.gradients)):
         first = next((n for n in order if _differs(a, b, n.name)), None)
         if first is not None:
-            drawn = first.name in one.randoms and not torch.equal(one.randoms[first.name], other.randoms.get(first.name, one.randoms[first.name]))
-            found.append(_parting(kind, first, a, b, names, drawn))
+            maker = producer(first, one).name
+            drawn = maker in one.randoms and not torch.equal(one.randoms[maker], other.randoms.get(maker, one.randoms[maker]))
+            found.append(_parting(kind, first, a, b, names, drawn, one))
             break
     return found
 
@@ -243,7 +244,7 @@ def _differs(a, b, name):
     return not torch.equal(canonical_bits(a[name]), canonical_bits(b[name]))
 
 
-def _parting(kind, node, a, b, names, drawn=False):
+def _parting(kind, node, a, b, names, drawn=False, run=None):
     try:
         difference, histogram = tensor_diff(a[node.name], b[node.name]), ulp_histogram(a[node.name], b[node.name])
     except (KeyError, ValueError):
@@ -253,7 +254,7 @@ def _parting(kind, node, a, b, names, drawn=False):
     if kind == "input" or not blamed:
         return Parting(kind, node.name, names.get(node.name, node.name), difference, histogram=histogram)
     where = locate(blamed[0])
-    operators = " or ".join(dict.fromkeys(map(operator_name, blamed)))
+    operators = " or ".join(dict.fromkeys(operator_name(producer(n, run)) for n in blamed))
     module = where.module_path.removeprefix("trainer.model.")
     return Parting(kind, blamed[0].name, operators, difference, where.file, where.line, where.source_line, module, histogram, drawn)
 

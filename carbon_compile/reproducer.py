@@ -1,5 +1,6 @@
 """A script that shows one node's difference on its own, to paste into a report."""
 
+import operator
 import os
 
 import torch
@@ -17,9 +18,10 @@ def reproducer(node: fx.Node, runs, settings, folder: str | None = None) -> str:
     Inputs are spelled out as bits, or saved into `folder` where there is one and they are many; where
     neither can be, the script is a comment that says so.
     """
-    inputs = [n for n in node.all_input_nodes if any(n.name in kept for kept in (runs[0].inputs, runs[0].outputs))]
+    maker = producer(node, runs[0])
+    inputs = [n for n in maker.all_input_nodes if any(n.name in kept for kept in (runs[0].inputs, runs[0].outputs))]
     names = {n: f"x{i}" for i, n in enumerate(inputs)}
-    drawn = node.name in runs[0].randoms
+    drawn = maker.name in runs[0].randoms
     values = [[_value(run, n) for n in inputs] for run in runs]
     large = drawn or sum(v.numel() for v in values[0]) > _INLINE
     if large and folder is None:
@@ -28,12 +30,19 @@ def reproducer(node: fx.Node, runs, settings, folder: str | None = None) -> str:
     if large:
         path = os.path.join(folder, f"{node.name}.pt")
         os.makedirs(folder, exist_ok=True)
-        torch.save({"inputs": values, "random": [run.randoms.get(node.name) for run in runs]}, path)
+        torch.save({"inputs": values, "random": [run.randoms.get(maker.name) for run in runs]}, path)
         lines += [f"saved = torch.load({path!r})"]
     lines += ["", f"def node({', '.join(names.values())}):", f"    return {_call(node, names)}", "", "results = []"]
     for i, setting in enumerate(settings):
         lines += _one(i, setting, names.values(), values[i], large, drawn)
     return "\n".join([*lines, "carbon_compile.assert_bitwise(*results)"]) + "\n"
+
+
+def producer(node: fx.Node, run) -> fx.Node:
+    """The operation behind a node: of an item of several results, the one that gave them all."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].name not in {**run.inputs, **run.outputs}:
+        node = node.args[0]
+    return node
 
 
 def _one(i, setting, names, values, large, drawn):
@@ -67,7 +76,7 @@ def _call(node, names):
 
 def _argument(value, names):
     if isinstance(value, fx.Node):
-        return names.get(value, value.name)
+        return names[value] if value in names else _call(value, names)  # several results have no name of their own
     if isinstance(value, (tuple, list)):
         inside = ", ".join(_argument(v, names) for v in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside},)"

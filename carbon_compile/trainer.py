@@ -542,11 +542,11 @@ def slices(batch, n: int) -> list:
     for leaf in leaves:
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
         if cut and leaf.shape[0] % n:
-            raise ValueError(f"a batch of {leaf.shape[0]} can't be cut into {n} equal microbatches")
+            raise ValueError(f"a batch of {leaf.shape[0]} can't be cut into {n} equal parts")
         for i, piece in enumerate(pieces):
             piece.append(leaf[i * leaf.shape[0] // n : (i + 1) * leaf.shape[0] // n] if cut else leaf)
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves):
-        raise ValueError("there is no tensor in the batch to cut into microbatches")
+        raise ValueError("there is no tensor in the batch to cut")
     return [tree_unflatten(piece, structure) for piece in pieces]
 
 

@@ -357,3 +357,13 @@ refuse(
     "aten.miopen_batch_norm.default", "aten._batch_norm_with_update_functional.default", "aten.batch_norm_backward.default",
     code="CB101", reason="a vendor's batch norm; torch.nn.functional.batch_norm has a rule",
 )  # fmt: skip
+
+
+@composite(torch._weight_norm, section="3")
+def weight_norm(v, g, dim=0):
+    """v (g / |v|) of torch.nn.utils.parametrizations.weight_norm, |v| over all dimensions but `dim`, or, for -1, all."""
+    kept = None if dim == -1 else dim % v.dim()
+    squares, others = v * v, [d for d in range(v.dim()) if d != kept]
+    if others:  # an empty list means all dimensions to a sum
+        squares = squares.sum(others, keepdim=kept is not None)
+    return v * (g / squares.sqrt())

@@ -76,6 +76,14 @@ def _check(x, state, weights):
 
 def _cell(cell, x, state, weights):
     _check(x, state, weights)
+    (rows, features), (_, expected), (_, hidden) = x.shape, weights[0].shape, weights[1].shape
+    if features != expected:
+        raise RuntimeError(f"input has inconsistent input_size: got {features} expected {expected}")
+    for i, each in enumerate(state):
+        if each.shape[0] != rows:
+            raise RuntimeError(f"Input batch size {rows} doesn't match hidden{i} batch size {each.shape[0]}")
+        if each.shape[1] != hidden:
+            raise RuntimeError(f"hidden{i} has inconsistent hidden_size: got {each.shape[1]}, expected {hidden}")
     weights = _Weights(weights, biases=weights[2] is not None)
     return weights.step(cell, weights.of_inputs(x), state)
 

@@ -128,3 +128,17 @@ def test_fused_rms_norm_obeys_the_same_formula():
     assert_bitwise(dx, N.normalize_backward(g, x, [1], None, rstd, w))
     assert N.fused_rms_norm_backward(g, x, (16,), rstd, w, [True, False])[1] is None
     assert_bitwise(dw, N.normalize_scale_backward(g, x, None, rstd, w))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, "vector"])
+def test_weight_norm(dim):
+    """As torch.nn.utils.parametrizations.weight_norm calls it."""
+    torch.manual_seed(0)
+    v, dim = (torch.randn(5), 0) if dim == "vector" else (torch.randn(5, 7), dim)
+    g = torch.randn_like(torch.norm_except_dim(v, 2, dim))
+    inputs, weights = [v.requires_grad_(), g.requires_grad_()], torch.rand_like(v)
+
+    def function(v, g):
+        return torch._weight_norm(v, g, dim) + 0.1 * v * weights  # the norm alone has no gradient along itself
+
+    check_accuracy(function, inputs, compiled(function, inputs), 2e-6)

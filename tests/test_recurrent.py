@@ -261,3 +261,17 @@ def test_a_layer_on_cuda_is_the_layer_on_the_cpu(kind):
             leaf = x.to(device).requires_grad_()
             found.append(forward_and_backward(lambda x, run=run: outputs(run(x)), [leaf], under=contextlib.nullcontext if compiled else carbon_compile.enable))
         assert_bitwise(found[0], [[t.cpu() for t in part] for part in found[1]])
+
+
+@pytest.mark.parametrize("cell, told", [(nn.LSTMCell, "hidden0"), (nn.GRUCell, "hidden0"), (nn.RNNCell, "hidden0")])
+def test_cells_refuse_states_of_other_shapes(cell, told):
+    """Which would broadcast."""
+    module, x = cell(INPUTS, HIDDEN), torch.randn(ROWS, INPUTS)
+    state = (lambda h: (h, torch.zeros(ROWS, HIDDEN))) if cell is nn.LSTMCell else (lambda h: h)
+    with carbon_compile.enable():
+        with pytest.raises(RuntimeError, match=f"batch size 3 doesn't match {told} batch size 1"):
+            module(x, state(torch.zeros(1, HIDDEN)))
+        with pytest.raises(RuntimeError, match=f"{told} has inconsistent hidden_size: got 1, expected {HIDDEN}"):
+            module(x, state(torch.zeros(ROWS, 1)))
+        with pytest.raises(RuntimeError, match="inconsistent input_size"):
+            module(torch.randn(ROWS, 2))

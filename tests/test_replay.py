@@ -215,6 +215,31 @@ def test_a_difference_only_in_the_backward_is_found():
 OFF = [1.0]
 
 
+def test_an_operation_of_several_results(tmp_path):
+    """Is named itself, and called by the script, whose random state is its own."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.GRU(6, 4, num_layers=2, batch_first=True, dropout=0.3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.layer(x.unsqueeze(1))[0][:, -1])
+
+    def made(seed=3):
+        torch.manual_seed(1)
+        model = Recurrent()
+        return DeterministicTrainer(model, torch.optim.SGD(model.parameters(), 0.1), seed=seed, loss_fn=F.cross_entropy, backend=None)
+
+    a, b = (recorded(tmp_path / name, made(seed), steps=1) for name, seed in (("a", 3), ("b", 4)))
+    found = replayed(a, b, CARBON, made, folder=str(tmp_path))
+    first = next(p for p in found.found if p.kind == "output")
+    assert "gru" in first.operator and first.random
+    assert "torch.gru(" in found.script
+    with pytest.raises(AssertionError):
+        exec(compile(found.script, "script", "exec"), {})
+
+
 def test_histogram():
     a = torch.tensor([1.0, 1.0, 1.0, 0.0, float("nan"), 2.0, 1.0])
     b = a.clone()

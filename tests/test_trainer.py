@@ -125,7 +125,7 @@ def test_ways_to_a_loss():
 def test_slices():
     x, y = torch.arange(6), torch.arange(12).reshape(6, 2)
     assert_bitwise(slices({"x": x, "n": 3, "y": [y]}, 3)[1], {"x": x[2:4], "n": 3, "y": [y[2:4]]})
-    with pytest.raises(ValueError, match="a batch of 6 can't be cut into 4 equal microbatches"):
+    with pytest.raises(ValueError, match="a batch of 6 can't be cut into 4 equal parts"):
         slices(x, 4)
     with pytest.raises(ValueError, match="no tensor in the batch"):
         slices([torch.tensor(1.0), "a"], 2)
@@ -716,3 +716,9 @@ def test_many_trainers_of_one_architecture():
         trainer = DeterministicTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=seed, loss_fn=torch.nn.functional.cross_entropy)
         trainer.step((torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])))
         assert carbon_compile.certificate(model).held, str(carbon_compile.certificate(model))
+
+
+@pytest.mark.parametrize("shards", [0, -1, 2.0, True, "x"])
+def test_a_number_of_shards_is_a_whole_one(shards):
+    with pytest.raises(ValueError, match="logical shards: give a whole number from 1"):
+        made(shards=shards)
