@@ -177,6 +177,23 @@ def _levels(
 
 
 @triton.jit
+def _total(l0, l1, l2, l3, l4, D: tl.constexpr):
+    """Levels of a total kept apart, as top 256^(2 D - 2) + low; l3 and l4 of three digits only."""
+    low = l0 & 255
+    l1 += l0 >> 8
+    low = low | ((l1 & 255) << 8)
+    l2 += l1 >> 8
+    if D == 3:
+        low = low | ((l2 & 255) << 16)
+        l3 += l2 >> 8
+        low = low | ((l3 & 255) << 24)
+        top = l4 + (l3 >> 8)
+    else:
+        top = l2
+    return top, low
+
+
+@triton.jit
 def _joint(
     a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
@@ -209,19 +226,7 @@ def _joint(
             l3 = tl.dot(a1, b2.T, l3, out_dtype=tl.int32)
             l3 = tl.dot(a2, b1.T, l3, out_dtype=tl.int32)
             l4 = tl.dot(a2, b2.T, l4, out_dtype=tl.int32)
-    low = l0 & 255
-    l1 += l0 >> 8
-    low = low | ((l1 & 255) << 8)
-    l2 += l1 >> 8
-    if D == 3:
-        low = low | ((l2 & 255) << 16)
-        l3 += l2 >> 8
-        low = low | ((l3 & 255) << 24)
-        l4 += l3 >> 8
-        top = l4
-    else:
-        top = l2
-    return top, low
+    return _total(l0, l1, l2, l3, l4, D)
 
 
 @triton.jit

@@ -306,23 +306,6 @@ def _multiplied(
 
 
 @triton.jit
-def _total(l0, l1, l2, l3, l4, D: tl.constexpr):
-    """Levels as top 256^(2 D - 2) + low; see `matmul_kernels`."""
-    low = l0 & 255
-    l1 += l0 >> 8
-    low = low | ((l1 & 255) << 8)
-    l2 += l1 >> 8
-    if D == 3:
-        low = low | ((l2 & 255) << 16)
-        l3 += l2 >> 8
-        low = low | ((l3 & 255) << 24)
-        top = l4 + (l3 >> 8)
-    else:
-        top = l2
-    return top, low
-
-
-@triton.jit
 def _along(x, axis: tl.constexpr, rank: tl.constexpr):
     """A vector as a tensor of this rank along this axis; a matrix [G, BK] along the outer two of 3."""
     if len(x.shape) == 2:
@@ -402,7 +385,7 @@ def product_kernel(
         l2 = tl.sum(l2, axis=0)
         l3 = tl.sum(l3, axis=0)
         l4 = tl.sum(l4, axis=0)
-    top, low = _total(l0, l1, l2, l3, l4, D)
+    top, low = products._total(l0, l1, l2, l3, l4, D)
     products._emit(
         top, low, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
         out_n, out_m, bias_n, bias_m, has_bias, D, WORDS, BIAS,
