@@ -340,9 +340,9 @@ def test_backward_keeps_no_more_than_it_needs(fast):
         result = compiled(loss)(x, *weights)
     # x, two products with their activations, and the scores.
     assert sum(t.numel() >= x.numel() for t in kept) == 6, [tuple(t.shape) for t in kept]
-    expected = torch.autograd.grad(loss(x, *weights), weights)
-    for found, stock in zip(torch.autograd.grad(result, weights), expected, strict=True):
-        torch.testing.assert_close(found, stock)
+    with carbon_compile.enable(seed=None):
+        expected = torch.autograd.grad(loss(x, *weights), weights)
+    assert_bitwise(torch.autograd.grad(result, weights), expected)
 
 
 def test_sizes_of_zero(fast):
