@@ -8,10 +8,12 @@ import dataclasses
 import functools
 import gc
 import logging
+import operator
 import os
 import sys
 import threading
 import types
+import weakref
 from unittest import mock
 
 import torch
@@ -42,13 +44,19 @@ def _recomputed(operators):
 
     usual = partitioners.get_default_op_list
     cheap = {*operators, torch.ops.aten.detach}  # Inductor's decompositions leave no detach, so the list doesn't need it
-    # A constant is one node for the whole graph. As a fusible one it would forbid all its users but the first
-    # to be computed again, since they lie far apart.
+    # A constant is one node for the whole graph. As a fusible operation it would forbid all its users but the
+    # first to be computed again, since they lie far apart; as none it would be kept, and read from memory by
+    # every kernel. As a view it is made again wherever it is wanted.
     constants = {torch.ops.aten.full}
 
     def get_default_op_list():
         found = usual()
-        return dataclasses.replace(found, fusible_ops=(found.fusible_ops | cheap) - constants, recomputable_ops=found.recomputable_ops | cheap)
+        return dataclasses.replace(
+            found,
+            fusible_ops=(found.fusible_ops | cheap) - constants,
+            recomputable_ops=found.recomputable_ops | cheap,
+            view_ops=found.view_ops | constants,
+        )
 
     with mock.patch.object(partitioners, "get_default_op_list", get_default_op_list):
         yield
@@ -64,7 +72,20 @@ def compile_fx_inner(gm, inputs, **kwargs):
 @contextlib.contextmanager
 def _fast_compilation():
     """What costs Inductor much time on graphs of many small operations, done faster, to the same code."""
-    with _rare_collections(), _one_dtype_handler(), _lean_loop_bodies(), _equal_ranges_need_no_algebra(), _no_symbols_where_sizes_are_known():
+    with contextlib.ExitStack() as stack:
+        for faster in (
+            _rare_collections,
+            _one_dtype_handler,
+            _lean_loop_bodies,
+            _equal_ranges_need_no_algebra,
+            _known_sizes_need_no_algebra,
+            _no_symbols_where_sizes_are_known,
+            _sets_of_dictionaries,
+            _dependencies_keep_their_hash,
+            _no_second_propagation,
+            _equal_kernels_are_written_once,
+        ):
+            stack.enter_context(faster())
         yield
 
 
@@ -149,6 +170,92 @@ def _equal_ranges_need_no_algebra():
 
 
 @contextlib.contextmanager
+def _known_sizes_need_no_algebra():
+    """Two integers compare as such, without an expression of SymPy's."""
+    import sympy
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    def faster(name, compare):
+        algebra = getattr(SizeVarAllocator, name)
+
+        def known(sizevars, left, right):
+            if isinstance(left, (int, sympy.Integer)) and isinstance(right, (int, sympy.Integer)):
+                return compare(int(left), int(right))
+            return algebra(sizevars, left, right)
+
+        return mock.patch.object(SizeVarAllocator, name, known)
+
+    with contextlib.ExitStack() as stack:
+        for name, compare in (("equals", operator.eq), ("leq", operator.le), ("geq", operator.ge), ("lt", operator.lt), ("gt", operator.gt)):
+            stack.enter_context(faster(f"statically_known_{name}", compare))
+        yield
+
+
+@contextlib.contextmanager
+def _sets_of_dictionaries():
+    """Union and intersection of ordered sets through the dictionaries that they are, in the same order."""
+    from torch.utils._ordered_set import OrderedSet
+
+    either, both = OrderedSet.__or__, OrderedSet.__and__
+
+    def union(one, other):
+        return OrderedSet._from_dict(one._dict | other._dict) if isinstance(other, OrderedSet) else either(one, other)
+
+    def intersection(one, other):
+        if not isinstance(other, OrderedSet):
+            return both(one, other)
+        shorter, longer = (one._dict, other._dict) if len(one._dict) < len(other._dict) else (other._dict, one._dict)
+        return OrderedSet._from_dict({element: None for element in shorter if element in longer})
+
+    with mock.patch.object(OrderedSet, "__or__", union), mock.patch.object(OrderedSet, "__and__", intersection):
+        yield
+
+
+@contextlib.contextmanager
+def _dependencies_keep_their_hash():
+    """Fusion asks thousands of times whether two kernels share a dependency; its hash is one of expressions."""
+    from torch._inductor.dependencies import MemoryDep
+
+    compute = MemoryDep.__hash__
+
+    def kept(dependency):
+        known = dependency.__dict__.get("_hash")
+        if known is None:
+            known = dependency.__dict__["_hash"] = compute(dependency)
+        return known
+
+    with mock.patch.object(MemoryDep, "__hash__", kept):
+        yield
+
+
+@contextlib.contextmanager
+def _no_second_propagation():
+    """Inductor computes every fake result anew. Those of a graph that we traced are there, and are right
+    where its inputs have the layouts that it was traced with."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor import compile_fx
+
+    propagate = compile_fx.fake_tensor_prop
+
+    def alike(value, traced):
+        if not isinstance(value, torch.Tensor) or type(value) is not type(traced):
+            return False
+        layouts = [(t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset()) for t in (value, traced)]
+        return layouts[0] == layouts[1] and all(isinstance(n, int) for numbers in layouts[0][2:4] for n in numbers)
+
+    def fake_tensor_prop(gm, example_inputs, force_allow_non_fake_inputs=False):
+        mode = detect_fake_mode(example_inputs)
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        traced = all("val" in node.meta for node in gm.graph.nodes if node.op != "output")
+        if mode is not None and traced and len(inputs) == len(example_inputs) and all(map(alike, example_inputs, (node.meta["val"] for node in inputs))):
+            return mode
+        return propagate(gm, example_inputs, force_allow_non_fake_inputs)
+
+    with mock.patch.object(compile_fx, "fake_tensor_prop", fake_tensor_prop):
+        yield
+
+
+@contextlib.contextmanager
 def _no_symbols_where_sizes_are_known():
     """In a graph without symbolic sizes, don't search every operation for them."""
     from torch._inductor.scheduler import Scheduler
@@ -162,6 +269,195 @@ def _no_symbols_where_sizes_are_known():
 
     with mock.patch.object(Scheduler, "get_graph_partition_symbol_inputs", symbols):
         yield
+
+
+@contextlib.contextmanager
+def _equal_kernels_are_written_once():
+    """Reuse the source of a kernel that differs from an earlier one of its graph in the names of buffers only.
+
+    The layers of a network are alike, and Inductor writes each one's kernels out in full before it finds
+    the same text. All that the text depends on is in `_kernel_identity`; kernels that read anything else
+    are written the usual way.
+    """
+    from torch._inductor.codegen.simd import SIMDScheduling
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    write_body, write_kernel = SIMDScheduling.codegen_node_schedule_with_kernel, TritonKernel.codegen_kernel
+    written, reused, fresh = {}, weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()  # by identity; by kernel
+
+    def codegen_node_schedule_with_kernel(scheduling, node_schedule, kernel):
+        if type(kernel) is not TritonKernel:
+            return write_body(scheduling, node_schedule, kernel)
+        with V.set_kernel_handler(kernel):
+            for node in node_schedule:
+                if isinstance(node, SchedulerNode):
+                    node.decide_inplace_update()
+            names = _Names()
+            identity = _kernel_identity(node_schedule, kernel, names)
+            found = written.get(identity)
+            if found is not None:
+                found.restore(kernel, names)
+                kernel.remove_kernel_local_buffers()
+                reused[kernel] = found
+                return
+        if identity is not None:
+            remove = kernel.remove_kernel_local_buffers
+
+            def remember_and_remove():
+                found = _Written.of(kernel, names)
+                if found is not None:
+                    fresh[kernel] = identity, found
+                remove()
+
+            kernel.remove_kernel_local_buffers = remember_and_remove
+        with mock.patch.object(SchedulerNode, "decide_inplace_update", lambda node: None):  # it is decided
+            write_body(scheduling, node_schedule, kernel)
+
+    def codegen_kernel(kernel, name=None):
+        found = reused.get(kernel) if name is None else None
+        if found is not None:
+            kernel.triton_meta, kernel.inductor_meta = found.meta
+            return found.source
+        source = write_kernel(kernel, name)
+        if name is None and kernel in fresh:
+            identity, found = fresh.pop(kernel)
+            found.source, found.meta = source, (kernel.triton_meta, kernel.inductor_meta)
+            written[identity] = found
+        return source
+
+    with (
+        mock.patch.object(SIMDScheduling, "codegen_node_schedule_with_kernel", codegen_node_schedule_with_kernel),
+        mock.patch.object(TritonKernel, "codegen_kernel", codegen_kernel),
+    ):
+        yield
+
+
+class _Names(dict):
+    """Numbers of buffers, in the order in which a kernel first names them."""
+
+    def number(self, name):
+        return self.setdefault(name, len(self))
+
+
+@dataclasses.dataclass
+class _Written:
+    """What writing a kernel's body left in it, with buffers by number, and the source that it came to."""
+
+    numbers: dict
+    sets: dict
+    counts: dict
+    source: str = ""
+    meta: tuple = ()
+
+    # Of TritonKernel and its arguments: buffers by the names that they have within, sets of buffers, counts.
+    _ARGUMENTS = ("input_buffers", "output_buffers")
+    _SETS = ("store_buffer_names", "must_keep_buffers", "mutations")
+    _COUNTS = ("num_load", "num_store", "num_reduction", "atomic_add_found", "min_elem_per_thread")
+
+    @classmethod
+    def of(cls, kernel, names):
+        """None where the kernel has arguments that aren't buffers, or buffers that its identity doesn't name."""
+        arguments = kernel.args
+        if arguments.sizevars or arguments.workspace_args:
+            return None
+        try:
+            numbers = {kind: [(names[name], inner) for name, inner in getattr(arguments, kind).items()] for kind in cls._ARGUMENTS}
+            sets = {kind: [names[name] for name in getattr(kernel, kind)] for kind in cls._SETS}
+        except KeyError:
+            return None
+        return cls(numbers, sets, {kind: getattr(kernel, kind) for kind in cls._COUNTS})
+
+    def restore(self, kernel, names):
+        outer = list(names)
+        for kind, numbers in self.numbers.items():
+            getattr(kernel.args, kind).update((outer[number], inner) for number, inner in numbers)
+        for kind, numbers in self.sets.items():
+            getattr(kernel, kind).update(outer[number] for number in numbers)
+        for kind, count in self.counts.items():
+            setattr(kernel, kind, count)
+
+
+def _kernel_identity(node_schedule, kernel, names):
+    """All that a kernel's source is made of, with buffers by number; None where it may be more than this knows.
+
+    In place updates were decided before. `names` receives the buffers.
+    """
+    from torch._inductor import config
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    graph, scheduler = V.graph, V.graph.scheduler
+    if graph.sizevars.shape_env.var_to_range or getattr(config.triton, "enable_pdl", False) or kernel.args.workspace_args:
+        return None
+    together = OrderedSet(node.get_name() for node in node_schedule if isinstance(node, SchedulerNode))
+    parts = [kernel.numels, kernel.tiling_scores, kernel.persistent_reduction, kernel.cooperative_reduction, kernel.no_x_dim]
+    parts += [vars(kernel.fixed_config) if kernel.fixed_config else None, kernel.features.numel, kernel.features.reduction_numel]
+    text, algebra = [repr(parts), str(graph.get_current_device_or_throw())], []
+    for node in node_schedule:
+        if not isinstance(node, SchedulerNode):
+            text.append(repr(node))  # a loop ends or begins
+            continue
+        if not _body_identity(node._body, names, text, algebra):
+            return None
+        data = getattr(node.node, "data", None)
+        patches = getattr(node.node, "get_config_patches", dict)()
+        text.append(f"{node._sizes} {node.group} {getattr(data, 'reduction_hint', None)} {patches}")
+        for output in node.get_outputs():
+            others = [names.number(name) for name in (*output.get_mutations(), *output.get_aliases())]
+            removable = scheduler.can_buffer_be_removed_through_fusion(output.get_name(), together)
+            text.append(f"{names.number(output.get_name())} {others} {removable}")
+    for name in list(names):
+        names.number(scheduler.mutation_real_name.get(name, name))
+    for name in names:
+        buffer = graph.try_get_buffer(name)
+        if buffer is None or not buffer.has_tensor_output():
+            return None
+        layout = buffer.get_layout()
+        kinds = [name in kind for kind in (graph.graph_inputs, graph.constants, graph.unaligned_buffers, graph.removed_buffers, graph.inplaced_to_remove)]
+        real = names[scheduler.mutation_real_name.get(name, name)]
+        text.append(f"{layout.dtype} {layout.device} {layout.size} {layout.stride} {layout.offset} {type(layout).__name__} {kinds} {real}")
+    for outer, place in kernel.args.inplace_buffers.items():
+        others = [names.get(name) for name in place.other_names]
+        if outer not in names or None in others:
+            return None
+        text.append(f"{names[outer]} {place.inner_name} {others}")
+    text.append(repr([names.get(name) for pair in kernel.inplace_update_buffers.items() for name in pair]))
+    return graph, "\n".join(text), tuple(algebra)
+
+
+def _body_identity(body, names, text, algebra):
+    """Append the operations of a loop's body, its index expressions and ranges; False where it holds more."""
+    from torch._inductor.virtualized import V
+
+    if body.indirect_vars or body.has_partial_accumulate or set(body.submodules) != {"get_index", *body.subblocks}:
+        return False
+    algebra += [*body.iter_vars, None, *body.reduce_vars, None]
+    for pair in (*body.var_ranges.items(), *body.indexing_exprs.items()):
+        algebra += pair
+    graph = V.graph
+
+    def describe(value):
+        if isinstance(value, torch.fx.Node):
+            return f"%{position[value]}"
+        if isinstance(value, str):
+            buffer = value in graph.name_to_buffer or value in graph.graph_inputs or value in graph.constants
+            return f"@{names.number(value)}" if buffer else repr(value)
+        if isinstance(value, (tuple, list)):
+            return f"({','.join(map(describe, value))})"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{k}:{describe(v)}' for k, v in value.items())}}}"
+        return repr(value)
+
+    for name, block in (("", body.root_block), *body.subblocks.items()):
+        text.append(name)
+        position = {}
+        for node in block.graph.nodes:
+            position[node] = len(position)
+            text.append(f"{node.op} {node.target} {describe(node.args)} {describe(node.kwargs) if node.kwargs else ''}")
+    return True
 
 
 @contextlib.contextmanager
