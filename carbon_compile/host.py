@@ -29,7 +29,7 @@ def compile_fx(gm, inputs, *, inner, decompositions, config, recomputable=()):
     """
     from torch._inductor.compile_fx import compile_fx as compile_graph
 
-    with _recomputed(recomputable), _rare_collections():
+    with _recomputed(recomputable), _rare_collections(), _fake_results_are_remembered():
         return compile_graph(gm, inputs, inner_compile=inner, decompositions=decompositions, config_patches=config)
 
 
@@ -59,6 +59,25 @@ def _recomputed(operators):
         )
 
     with mock.patch.object(partitioners, "get_default_op_list", get_default_op_list):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_results_are_remembered():
+    """Let PyTorch's cache of fake results keep those of carbon's operators, as it keeps ATen's. It can't know
+    that theirs, too, depend on their arguments' metadata alone."""
+    from torch._subclasses import fake_tensor
+
+    check = fake_tensor.FakeTensorMode._validate_cache_key
+
+    def _validate_cache_key(mode, function, args, kwargs):
+        try:
+            check(mode, function, args, kwargs)
+        except fake_tensor._BypassDispatchCache as bypass:
+            if bypass.reason != "non-builtin" or function.namespace != "carbon":
+                raise
+
+    with mock.patch.object(fake_tensor.FakeTensorMode, "_validate_cache_key", _validate_cache_key):
         yield
 
 
