@@ -479,6 +479,94 @@ def _body_identity(body, names, text, algebra):
     return True
 
 
+def quick_player(handler):
+    """A faster way for one of Inductor's handlers to compute a Program of ours, to the same result, or None.
+
+    It is `player(program, handler, inputs)`, and may return NotImplemented.
+    """
+    return _quick_players().get(type(handler))
+
+
+@functools.cache
+def _quick_players():
+    from torch._inductor.dependencies import RecordLoadStore
+    from torch._inductor.index_propagation import IndexPropagation
+    from torch._inductor.ops_handler import OpCounterCSE
+
+    return {RecordLoadStore: _play_for_dependencies, OpCounterCSE: _play_for_counting, IndexPropagation: _play_for_tracing}
+
+
+def _play_for_dependencies(program, handler, inputs):
+    """Only loads and stores count, and a program has none."""
+    return "program"
+
+
+def _play_for_counting(program, handler, inputs):
+    """Operations count once each, as the text that they have."""
+    from torch._inductor.ops_handler import MockHandler
+
+    if type(handler.parent_handler) is not MockHandler or not all(isinstance(value, str) for value in inputs):
+        return NotImplemented
+    texts = program.__dict__.get("texts")
+    if texts is None:
+        texts = program.texts = []
+        for name, operands, constants, keywords in program.calls:
+            text = getattr(handler.parent_handler, name)(*["\0"] * len(operands), *constants, **keywords)
+            texts.append(text.replace("%", "%%").replace("\0", "%s"))
+        program.names = {name for name, *_ in program.calls}
+    handler._used_ops.update(program.names)
+    known, values = handler.var_names, list(inputs)
+    for text, (_, operands, _, _) in zip(texts, program.calls, strict=True):
+        text %= tuple([values[place] for place in operands])
+        variable = known.get(text)
+        if variable is None:
+            variable = known[text] = f"tmp{handler.op_count}"
+            handler.op_count += 1
+        values.append(variable)
+    return values[program.result]
+
+
+def _play_for_tracing(program, handler, inputs):
+    """Write the nodes of a loop's body. Constants are written where they are used, as Inductor does."""
+    from torch._inductor.index_propagation import IndexPropVar, SymPyOps, TypedExpr, dtype_to_type
+    from torch._inductor.loop_body import CaptureIndexing, CountOps
+
+    counts = handler._inner
+    if type(counts) is not CountOps or type(counts._inner) is not CaptureIndexing:
+        return NotImplemented
+    if not all(type(value) is IndexPropVar and not value.is_symbolic for value in inputs):
+        return NotImplemented
+    constants = program.__dict__.get("constants")
+    if constants is None:
+        constants = program.constants = {}
+        for place, (name, operands, given, _) in enumerate(program.calls, program.inputs):
+            if name == "constant":
+                constants[place] = (dtype_to_type(given[1])(TypedExpr(*given).expr), given[1])
+            elif all(operand in constants for operand in operands) and hasattr(SymPyOps, name):
+                program.constants = None  # Inductor would compute it now
+                break
+        constants = program.constants
+    if constants is None or program.result in constants:
+        return NotImplemented
+    tracer = counts._inner.tracer
+    graph, operations, counted = tracer.graph, counts._inner._inner.node, counts._counts
+    values = [getattr(value.value, "node", None) for value in inputs]
+    if None in values:
+        return NotImplemented
+
+    def write(name, arguments, keywords):
+        counted[name] += 1
+        return graph.create_node("call_method", name, (operations, *arguments), keywords)
+
+    for place, (name, operands, given, keywords) in enumerate(program.calls, program.inputs):
+        if place in constants:
+            values.append(None)
+            continue
+        arguments = [write("constant", constants[operand], {}) if operand in constants else values[operand] for operand in operands]
+        values.append(write(name, (*arguments, *given), keywords))
+    return IndexPropVar(tracer.proxy(values[program.result]))
+
+
 @contextlib.contextmanager
 def _loops_wait_for_stores():
     """A barrier behind each part of a looped reduction that may store.

@@ -100,24 +100,35 @@ class Tape:
         return [(name, tuple(place[step] for step in operands), *rest) for name, operands, *rest in calls], place[result]
 
 
+class Program:
+    """A straight line of Inductor's operations: `calls`, each `(name, places of operands, constants, keywords)`,
+    makes one value more than there are `inputs` before it, and `result` is the place of the program's."""
+
+    def __init__(self, inputs, calls, result):
+        self.inputs, self.calls, self.result = inputs, calls, result
+
+    def play(self, handler, *inputs):
+        """Let a handler of Inductor's compute the program."""
+        from carbon_compile import host
+
+        quick = host.quick_player(handler)
+        if quick is not None and (found := quick(self, handler, inputs)) is not NotImplemented:
+            return found
+        values = list(inputs)
+        for name, operands, constants, keywords in self.calls:
+            values.append(getattr(handler, name)(*[values[place] for place in operands], *constants, **keywords))
+        return values[self.result]
+
+
 def record(evaluate, dtypes):
-    """A function `play(handler, *inputs)` that lets a handler of Inductor's compute `evaluate(values)`, for
-    inputs of these dtypes.
+    """`evaluate(values)`, for inputs of these dtypes, as a Program.
 
     Inductor runs the inside of an operation some ten times: for sizes, for dependencies, for code. A program
     is a straight line, so it is run once, and what it needs is played.
     """
     tape = Tape(len(dtypes))
     result = evaluate([Value(tape, step, dtype) for step, dtype in enumerate(dtypes)]).step
-    calls, result = tape.needed(result)
-
-    def play(handler, *inputs):
-        values = list(inputs)
-        for name, operands, constants, keywords in calls:
-            values.append(getattr(handler, name)(*[values[step] for step in operands], *constants, **keywords))
-        return values[result]
-
-    return play
+    return Program(len(dtypes), *tape.needed(result))
 
 
 def _call(name, dtype, *operands, constants=(), **keywords):

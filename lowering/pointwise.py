@@ -96,7 +96,7 @@ def install_lowerings():
             register_lowering(op, broadcast=True, type_promotion_kind=None)(lowered)
 
 
-def _fused(play, tensors, device, dtype):
+def _fused(program, tensors, device, dtype):
     from torch._inductor import ir
     from torch._inductor.virtualized import OpsValue, V
 
@@ -104,7 +104,7 @@ def _fused(play, tensors, device, dtype):
 
     def inner(index):
         inputs = [value.value if isinstance(value, OpsValue) else value for value in [load(index) for load in loaders]]
-        return OpsValue(play(V.get_ops_handler(), *inputs))
+        return OpsValue(program.play(V.get_ops_handler(), *inputs))
 
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(tensors[0].get_size()))
 
