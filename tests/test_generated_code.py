@@ -1,0 +1,75 @@
+"""The code that Inductor generates for a GPU, and that our faster ways through it give the same."""
+
+import json
+
+import pytest
+
+from tests.offline import printed
+
+MODELS = {
+    # Layers that are alike, so that kernels recur, and one that is not.
+    "transformer": """
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.other = torch.nn.LayerNorm(width), torch.nn.RMSNorm(width)
+        self.mix, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mix(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.other(x)), approximate="tanh")), 0.1)
+
+embed, blocks, norm = torch.nn.Embedding(97, 64), torch.nn.Sequential(*[Block(64) for _ in range(3)]), torch.nn.LayerNorm(64)
+tokens = torch.randint(0, 97, (4, 32))
+
+def loss():
+    with torch.autocast("cpu", torch.bfloat16, enabled=NARROW):
+        logits = norm(blocks(embed(tokens))) @ embed.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+""",
+    "reductions": """
+scales = torch.nn.ParameterList([torch.ones(2000) for _ in range(3)])
+x, index = torch.randn(300, 2000), torch.randint(0, 300, (300,))
+
+def loss():
+    y = x.bfloat16() if NARROW else x
+    for scale in scales:
+        y = F.batch_norm((y * scale.to(y.dtype))[index].cumsum(1).softmax(1), None, None, training=True)
+        y = y + y.amax(0) * y.std(1, keepdim=True) + torch.where(y > 0, y, y.mean())
+    return (y - y.sum(0)).square().sum() + y.argmax(1).sum()
+""",
+}
+
+PROGRAM = """
+import contextlib, sys
+import torch, torch.nn.functional as F
+from carbon_compile import host
+from tests.offline import generated
+torch.manual_seed(0)
+NARROW, PLAIN = {narrow}, {plain}
+if PLAIN:
+    for name in ("_known_sizes_need_no_algebra", "_sets_of_dictionaries", "_dependencies_keep_their_hash", "_no_second_propagation",
+                 "_equal_kernels_are_written_once", "_fake_results_are_remembered", "_lean_loop_bodies", "_equal_ranges_need_no_algebra",
+                 "_no_symbols_where_sizes_are_known", "_one_dtype_handler"):
+        assert hasattr(host, name)
+        setattr(host, name, contextlib.nullcontext)
+    host.quick_player = lambda handler: None
+written = []
+if not PLAIN:
+    restore = host._Written.restore
+    host._Written.restore = lambda *args: written.append(restore(*args))
+{model}
+import hashlib, json
+sources = generated(loss)
+print(json.dumps([[hashlib.sha256(source.encode()).hexdigest(), source.count(".run(")] for source in sources] + [len(written)]))
+"""
+
+
+@pytest.mark.parametrize(("model", "narrow"), (("transformer", True), ("reductions", False)))
+def test_faster_compilation_writes_the_same_code(model, narrow):
+    fast, plain = (json.loads(printed(PROGRAM.format(model=MODELS[model], narrow=narrow, plain=plain)).splitlines()[-1]) for plain in (False, True))
+    assert fast[:-1] == plain[:-1]
+    assert len(fast) == 3 and all(launches for _, launches in fast[:-1])
+    assert fast[-1] > 5  # kernels that were not written out again
