@@ -188,7 +188,7 @@ class Slab(NamedTuple):
 
 
 def column_sums_plan(m: int, n: int, two: bool, hw: Hardware) -> Slab:
-    """Of a matrix [M, N]: 128 bytes or more of a row, 4 programs a multiprocessor.
+    """Of a matrix [M, N]: 128 bytes or more of a row, as many programs as run together.
 
     A program of the second pass reads the largest magnitudes of all slabs of its columns, so slabs
     are not made short. A sum of a slab's high parts fits an int32 up to 2048 rows. `two`: with the
@@ -196,7 +196,7 @@ def column_sums_plan(m: int, n: int, two: bool, hw: Hardware) -> Slab:
     """
     columns = min(64, max(16, _power_of_two(n)))
     rows = (2048 if two else 4096) // columns
-    slabs = max(1, 4 * hw.sms // -(-n // columns))
+    slabs = max(1, (3 if two else 4) * hw.sms // -(-n // columns))
     span = min(max(-(-m // slabs), 128), 2048)
     return Slab(columns, -(-span // rows) * rows if span < 2048 else 2048, rows, 4)
 

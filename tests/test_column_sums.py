@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from carbon_compile.bits import assert_bitwise
-from carbon_compile.lowering import norm
+from carbon_compile.lowering import norm, registry
 from carbon_compile.lowering import prims as P
-from carbon_compile.lowering import registry
 
 from .offline import printed
 
@@ -100,3 +99,147 @@ def test_in_the_interpreter(check):
         cwd=pathlib.Path(__file__).parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.stdout.endswith("equal\n"), run.stderr[-3000:]
+
+
+# --- which sums are one kernel ------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        self.rms, self.activation = torch.nn.RMSNorm(32), activation
+
+    def forward(self, x):
+        return self.rms(x + self.down(self.activation(self.up(self.norm(x)))))
+
+
+def step(module, x, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = module(x)
+    return torch.autograd.grad(y.float().square().mean(), [x, *module.parameters()])
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Graphs of CPUs take the nodes that those of GPUs do; counts of them in all final graphs."""
+    from carbon_compile import backend
+    from carbon_compile.lowering import columns
+
+    found, place = [], columns.place
+
+    def placing(gm):
+        place(gm)
+        found.extend(str(n.target).removeprefix("carbon.").removesuffix(".default") for n in gm.graph.nodes if n.target in (*columns._OURS, columns.NORM_GRADIENTS))
+        gm.graph.lint()
+
+    monkeypatch.setattr(columns, "on_gpu", lambda x: True)
+    monkeypatch.setattr(backend.columns, "place", placing)
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_of_a_model(placed, monkeypatch, autocast, dynamic):
+    torch.manual_seed(0)
+    module, x = Model(torch.nn.functional.gelu), torch.randn(4, 80, 32, requires_grad=True)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        ours = step(torch.compile(module, backend="carbon", dynamic=dynamic), x, autocast)
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert_bitwise(ours, step(torch.compile(module, backend="carbon", dynamic=dynamic), x, autocast))
+    assert sorted(placed) == ["column_sum", "column_sum", "norm_gradients", "norm_scale_gradient"]
+
+
+def test_what_is_computed_on_the_way_stays_in_the_graph(placed):
+    x, scale = torch.randn(300, 40), torch.randn(40, requires_grad=True)
+    run = lambda function: [y := function(x, scale), *torch.autograd.grad(y.sum(), scale)]  # noqa: E731
+    torch._dynamo.reset()
+    found = run(torch.compile(lambda x, scale: (x * scale).exp().sum(0), backend="carbon"))
+    assert placed == []
+    columns = torch.stack([P.sum(P.exp(P.mul(x[:, j], scale[j])), [0]) for j in range(40)])
+    assert_bitwise(found[0], columns)
+
+
+@pytest.mark.parametrize("first", ["column_sum", "norm_scale_gradient"])
+def test_a_pair_in_any_order(first):
+    from carbon_compile.lowering import columns
+
+    class Sums(torch.nn.Module):
+        def forward(self, g, x, mean, rstd):
+            scale = lambda: torch.ops.carbon.norm_scale_gradient(g, x, mean, rstd, dtype=torch.float32) + 1.0  # noqa: E731
+            shift = lambda: torch.ops.carbon.column_sum(g, dtype=torch.bfloat16) + 1.0  # noqa: E731
+            if first == "column_sum":
+                b = shift() * 2.0
+                return scale(), b
+            w = scale() * 2.0
+            return w, shift()
+
+    inputs = matrix(300, 40, torch.float32), torch.randn(300, 40), torch.randn(300), torch.rand(300)
+    gm = torch.fx.symbolic_trace(Sums())
+    expected = gm(*inputs)
+    for node in gm.graph.nodes:  # as a final graph has them
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverloadPacket):
+            node.target = node.target.default
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in inputs]
+        found = {}
+
+        class Values(torch.fx.Interpreter):
+            def run_node(self, n):
+                value = super().run_node(n)
+                found[n] = value
+                return value
+
+        Values(gm).run(*fakes)
+    for node, value in found.items():
+        node.meta["val"] = value
+    columns.place(gm)
+    gm.graph.lint()
+    assert [n.target for n in gm.graph.nodes if n.target in registry.TEMPLATES] == [columns.NORM_GRADIENTS]
+    assert_bitwise(gm(*inputs), expected)
+
+
+# --- other machines -----------------------------------------------------------------------------------
+
+OFFLINE = """
+import torch
+from triton.runtime.jit import MockTensor
+
+from carbon_compile.templates import column_sums, launch
+from tests.offline import pretend
+
+for capability in (80, 90):
+    pretend(capability)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for scale, shift in ((0, 1), (1, 0), (1, 1)):
+            plan = launch.column_sums_plan(4096, 768, bool(scale), launch.hardware(None))
+            g, f32, i32 = MockTensor(dtype), MockTensor(torch.float32), MockTensor(torch.int32)
+            operands, scratch, sizes = (g, g, f32, f32), (i32, MockTensor(torch.int64), i32), (4096, 768, 768, 768, plan.span, -(-4096 // plan.span))
+            options = {"BM": plan.rows, "BN": plan.columns, "SHIFT": shift, "SCALE": scale, "MEAN": True, "num_warps": plan.warps, "grid": (1,), **launch.STRICT}
+            column_sums.maxima_kernel.warmup(*operands, *scratch, *sizes, **options)
+            terms = column_sums.terms_kernel.warmup(*operands, *scratch, g, g, *sizes, **options)
+            ptx = terms.asm["ptx"]
+            assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx and "gpu.acq_rel.add.u32" in ptx
+print("compiled")
+"""
+
+
+def test_compiles_for_gpus_that_are_not_here():
+    pytest.importorskip("triton")
+    assert printed(OFFLINE).startswith("compiled")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    compare_sums("cuda")
+    compare_norms("cuda")
+    from carbon_compile.templates import column_sums
+
+    for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):
+        for dtype in TYPES:
+            x = matrix(rows, columns, dtype)
+            for _ in range(3):
+                assert_bitwise(column_sums.column_sum(x.cuda(), dtype).cpu(), P.sum(x, [0], dtype=dtype))
