@@ -150,7 +150,7 @@ def _store(total, m, out_ptr, j, N):
     tl.store(out_ptr + j, value, mask=j < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "span", "splits"])
 def maxima_kernel(
     g_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, totals_ptr, arrived_ptr,
     M, N, g_stride, x_stride, span, splits,
@@ -188,7 +188,7 @@ def maxima_kernel(
         tl.store(at + SHIFT * splits * N, _key(top_h, bottom_h), mask=j < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "span", "splits"])
 def terms_kernel(
     g_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
     M, N, g_stride, x_stride, span, splits,
@@ -257,6 +257,12 @@ def norm_gradients(
     return _run(g, x, mean, rstd, weight, bias)
 
 
+def warmable(g: Tensor, x: Tensor | None, mean: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device):
+    """(recipe, types of its buffers) to compile before such a sum is launched on a device; meta tensors will do."""
+    recipe = _recipe(g, x, mean, weight is not None, bias is not None, device)
+    return recipe, (g.dtype, None if x is None else x.dtype, torch.float32, weight, None, None, torch.float32, bias)
+
+
 _prepared: dict[tuple, Recipe] = {}
 _PREPARED = 4096
 
@@ -287,10 +293,10 @@ def _run(g, x, mean, rstd, weight, bias):
     return buffers[_WEIGHT], buffers[_BIAS]
 
 
-def _recipe(g, x, mean, scale, shift):
+def _recipe(g, x, mean, scale, shift, device=None):
     """Both launches. What is absent is stood in for by g, and not touched."""
     (m, n), sums = g.shape, scale + shift
-    plan = launch.column_sums_plan(m, n, scale, launch.hardware(g.device))
+    plan = launch.column_sums_plan(m, n, scale, launch.hardware(device or g.device))
     tiles, splits = triton.cdiv(n, plan.columns), triton.cdiv(m, plan.span)
     recipe = Recipe()
     keys = recipe.reserve(sums * splits * n, torch.int32)

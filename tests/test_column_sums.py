@@ -243,3 +243,43 @@ def test_on_a_gpu():
             x = matrix(rows, columns, dtype)
             for _ in range(3):
                 assert_bitwise(column_sums.column_sum(x.cuda(), dtype).cpu(), P.sum(x, [0], dtype=dtype))
+
+
+WARMED = """
+import torch
+from carbon_compile import precompile
+from carbon_compile.lowering import columns, registry
+from carbon_compile.templates import launch
+from tests.offline import pretend
+
+registry.load()
+graph = torch.fx.Graph()
+g, x, mean, rstd = (graph.placeholder(name) for name in ("g", "x", "mean", "rstd"))
+nodes = [
+    graph.call_function(columns.COLUMN_SUM, (g,), {"dtype": torch.float32}),
+    graph.call_function(columns.SCALE_GRADIENT, (g, x, None, rstd), {"dtype": torch.float32}),
+    graph.call_function(columns.NORM_GRADIENTS, (g, x, mean, rstd), {"weight": torch.float32, "bias": torch.bfloat16}),
+]
+with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+    for node in (g, x):
+        node.meta["val"] = torch.empty(4096, 768, device="cuda", dtype=torch.bfloat16)
+    for node in (mean, rstd):
+        node.meta["val"] = torch.empty(4096, device="cuda")
+pretend(90)
+import contextlib
+from carbon_compile import host
+torch.cuda.device = lambda device: contextlib.nullcontext()
+host.compile_processes = lambda device: None
+from carbon_compile.templates import column_sums
+compiled = []
+for kernel in (column_sums.maxima_kernel, column_sums.terms_kernel):
+    kernel.warmup = lambda *arguments, warmup=kernel.warmup, **options: compiled.append(warmup(*arguments, **options))
+precompile.start(graph).join()
+print("compiled", len(compiled))
+"""
+
+
+def test_kernels_are_compiled_before_their_first_call():
+    pytest.importorskip("triton")
+    code = "from carbon_compile import host\nwith host.pretend_cuda():\n" + "".join(f"    {line}\n" for line in WARMED.splitlines())
+    assert printed(code).endswith("compiled 6\n")
