@@ -72,6 +72,10 @@ def _rows(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _dense(statistic):
+    return None if statistic is None else statistic.contiguous()
+
+
 def _column_sum(x, *, dtype):
     if not _in_one_kernel(x):
         return P.squeeze(P.sum_of_graph(x, [0], dtype), [0])
@@ -90,7 +94,7 @@ def _norm_gradients(g, x, mean, rstd, *, weight, bias):
         return _scale_gradient_of_graph(g, x, mean, rstd, weight), _column_sum(g, dtype=bias)
     from ..templates import column_sums
 
-    return column_sums.norm_gradients(_rows(g), _rows(x), mean, rstd, weight, bias)
+    return column_sums.norm_gradients(_rows(g), _rows(x), _dense(mean), _dense(rstd), weight, bias)
 
 
 def _scale_gradient(g, x, mean, rstd, *, dtype):
@@ -98,7 +102,7 @@ def _scale_gradient(g, x, mean, rstd, *, dtype):
         return _scale_gradient_of_graph(g, x, mean, rstd, dtype)
     from ..templates import column_sums
 
-    return column_sums.norm_gradients(_rows(g), _rows(x), mean, rstd, dtype, None)[0]
+    return column_sums.norm_gradients(_rows(g), _rows(x), _dense(mean), _dense(rstd), dtype, None)[0]
 
 
 def _define(schema, implementation, fake):

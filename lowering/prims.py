@@ -115,7 +115,7 @@ def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
     out = dtype or torch.float32
     from . import columns
 
-    if columns.suits(x, dims, out):
+    if signed and columns.suits(x, dims, out):  # squares and the like are computed on the way
         result = columns.sum_leading(x, len(dims), out)
         return result[(None,) * len(dims)] if keepdim else result
     result = sum_of_graph(x, dims, out, signed)
