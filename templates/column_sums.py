@@ -78,14 +78,16 @@ def _key(top, bottom):
 
 
 @triton.jit
-def _largest(keys_ptr, j, splits, N):
-    """`_signed` magnitudes of whole columns."""
-    largest = tl.load(keys_ptr + j, mask=j < N, other=0)
-    least = largest
-    for split in range(1, splits):
-        key = tl.load(keys_ptr + split * N + j, mask=j < N, other=0)
-        largest = tl.maximum(largest, key)
-        least = tl.minimum(least, key)
+def _largest(keys_ptr, j, splits, N, BN: tl.constexpr):
+    """`_signed` magnitudes of whole columns; many slabs at once, for each load waits for memory."""
+    largest = tl.zeros((BN,), tl.int32)
+    least = tl.zeros((BN,), tl.int32)
+    for first in range(0, splits, 32):
+        split = first + tl.arange(0, 32)
+        present = (split < splits)[:, None] & (j < N)[None, :]
+        keys = tl.load(keys_ptr + split[:, None] * N + j[None, :], mask=present, other=0)
+        largest = tl.maximum(largest, tl.max(keys, axis=0))
+        least = tl.minimum(least, tl.min(keys, axis=0))
     return _signed(largest, least)
 
 
@@ -205,10 +207,10 @@ def terms_kernel(
     steps = tl.cdiv(end - start, BM)
     keys_h_ptr = keys_ptr + SHIFT * splits * N
     if SHIFT:
-        m = _largest(keys_ptr, j, splits, N)
+        m = _largest(keys_ptr, j, splits, N, BN)
         power, high, low = _grid(m)
     if SCALE:
-        m_h = _largest(keys_h_ptr, j, splits, N)
+        m_h = _largest(keys_h_ptr, j, splits, N, BN)
         power_h, high_h, low_h = _grid(m_h)
     highs = tl.zeros((BM, BN), tl.int32)
     lows = highs

@@ -196,7 +196,7 @@ def column_sums_plan(m: int, n: int, two: bool, hw: Hardware) -> Slab:
     """
     columns = min(64, max(16, _power_of_two(n)))
     rows = (2048 if two else 4096) // columns
-    slabs = max(1, (3 if two else 4) * hw.sms // -(-n // columns))
+    slabs = min(128, max(1, (3 if two else 4) * hw.sms // -(-n // columns)))
     span = min(max(-(-m // slabs), 128), 2048)
     return Slab(columns, -(-span // rows) * rows if span < 2048 else 2048, rows, 4)
 
