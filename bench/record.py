@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from carbon_compile.lowering.elementary import PROGRAMS
 
-GPU_TESTS = "matmul_template cut sum_kernels attention optimizer random scatter scan sort pool convolution enable trainer ledger replay collective training"
+GPU_TESTS = "matmul_template cut sum_kernels column_sums attention optimizer random scatter scan sort pool convolution enable trainer ledger replay collective training"
 SWEEPS = 4  # processes that share the elementary functions
 
 

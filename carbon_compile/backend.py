@@ -26,7 +26,14 @@ from .judge import (
     without_echoes,
 )
 from .location import lines
-from .lowering import composites, optimizer, partial, pointwise, registry
+from .lowering import (
+    columns,
+    composites,
+    optimizer,
+    partial,
+    pointwise,
+    registry,
+)
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
 from .recognise import cut_products, rounded_partials
@@ -191,10 +198,11 @@ def unsafe_overrides(options):
 
 def compile_inner(region, gm, example_inputs, **kwargs):
     """Inductor on one final graph (forward, backward or inference), after the closed-world check."""
-    left = [n for n in offenders(gm.graph) if n.target not in region.stock]
-    if left:
-        raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
     with modes.suspended():  # a backward graph is compiled where eager code may keep the contract
+        columns.place(gm)
+        left = [n for n in offenders(gm.graph) if n.target not in region.stock]
+        if left:
+            raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 

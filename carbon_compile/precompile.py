@@ -1,4 +1,4 @@
-"""Product kernels compiled beside Inductor's own work, so that the first call finds them ready."""
+"""Kernels of products and sums of columns compiled beside Inductor's own work, so that the first call finds them ready."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def start(graph, tune="off"):
-    """Compile the kernels that the products of a final graph will launch, in processes of their own.
+    """Compile the kernels that the products and column sums of a final graph will launch, in processes of their own.
 
     Only for graphs on a CUDA device, and only a saving of time: a product whose kernel is not ready
     compiles it at its first call. Products of symbolic sizes are left to that. The thread that waits gets
@@ -21,13 +21,15 @@ def start(graph, tune="off"):
     """
     with host.real_tensors():
         calls = [call for node in graph.nodes if (call := _product(node)) is not None]
-        if not calls:
+        sums = [call for node in graph.nodes if (call := _column_sum(node)) is not None]
+        if not calls and not sums:
             return None
-        from .templates import matmul
+        from .templates import column_sums, matmul
 
-        device = calls[0][0]
+        device = (calls or sums)[0][0]
         plans = _plans() if tune == "on" else None
-        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans)
+        others = [column_sums.warmable(*call[1:], device) for call in sums if call[0] == device]
+        compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans, others)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
     return thread
@@ -65,6 +67,25 @@ def _product(node):
         return None
     device = tensors[0].device
     return (device, *describe(*(_bare(v) for v in values)))
+
+
+def _column_sum(node):
+    """(device, g, x, mean, types of the results) of a node that sums columns on CUDA, with known sizes, else None."""
+    types = _SUMS.get(str(node.target)) if node.op == "call_function" else None
+    if types is None:
+        return None
+    g, x, mean = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (*node.args[:3], None, None)][:3]
+    tensors = [t for t in (g, x) if t is not None]
+    if g.device.type != "cuda" or not all(_known(t) and t.stride(1) == 1 for t in tensors):
+        return None
+    return (g.device, _bare(g), _bare(x), _bare(mean), *(node.kwargs.get(name) for name in types))
+
+
+_SUMS = {
+    "carbon.column_sum.default": ("", "dtype"),
+    "carbon.norm_scale_gradient.default": ("dtype", ""),
+    "carbon.norm_gradients.default": ("weight", "bias"),
+}
 
 
 def _known(tensor):

@@ -17,6 +17,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from . import columns
 from . import prims as P
 from .composed import compose, derivative
 from .registry import composite, refuse, rule
@@ -97,7 +98,17 @@ def normalize_by_backward(g, x, rstd, weight):
 @compose("normalize_scale_backward(Tensor g, Tensor x, Tensor? mean, Tensor rstd, Tensor weight) -> Tensor", "3")
 def normalize_scale_backward(g, x, mean, rstd, weight):
     """dw: g h summed to the shape of the weight."""
+    lead = x.dim() - weight.dim()
+    if g.shape == x.shape and x.shape[lead:] == weight.shape and _by_row(x, lead, rstd) and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, x)):
+        g, x = (columns.as_matrix(t, lead) for t in (g, x))
+        mean, rstd = (t if t is None else t.reshape(-1) for t in (mean, rstd))
+        return columns.SCALE_GRADIENT(g, x, mean, rstd, dtype=weight.dtype).reshape(weight.shape)
     return _sum_to(P.mul(g, _standard(x, mean, rstd)), weight)
+
+
+def _by_row(x, lead, rstd):
+    """Whether statistics are one number for each index of the first `lead` dimensions."""
+    return rstd.dim() == x.dim() and all(rstd.shape[d] == (n if d < lead else 1) for d, n in enumerate(x.shape))
 
 
 @compose("normalize_shift_backward(Tensor g, Tensor bias) -> Tensor", "3")

@@ -112,16 +112,26 @@ def sum(x, dims=None, keepdim=False, dtype=None, *, signed=True):  # noqa: A001
     if provably(count(x, dims) == 0):
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return torch.zeros(shape, dtype=dtype or torch.float32, device=x.device)
-    carbon, out = torch.ops.carbon, dtype or torch.float32
+    out = dtype or torch.float32
+    from . import columns
+
+    if signed and columns.suits(x, dims, out):  # squares and the like are computed on the way
+        result = columns.sum_leading(x, len(dims), out)
+        return result[(None,) * len(dims)] if keepdim else result
+    result = sum_of_graph(x, dims, out, signed)
+    return result if keepdim else squeeze(result, dims)
+
+
+def sum_of_graph(x, dims, out, signed=True):
+    """`sum` as operations of the graph, which fuse with what computes `x`; `dims` are kept as 1."""
+    carbon = torch.ops.carbon
     x = _never_empty(x, dims)
     m = largest_magnitude(x, dims, signed)
     if _parts_fit(x, dims):
         parts = _sums_of_parts(dims, carbon.sum_high(x, m, dtype=torch.int32), carbon.sum_low(x, m, dtype=torch.int32))
-        result = carbon.sum_of_parts(*parts, m, dtype=out)
-    else:
-        total = _integer_sum(carbon.sum_term(x, m, dtype=torch.int64), x, dims)
-        result = carbon.sum_of_terms(*total, m, dtype=out) if len(total) == 1 else carbon.sum_of_words(*total, m, dtype=out)
-    return result if keepdim else squeeze(result, dims)
+        return carbon.sum_of_parts(*parts, m, dtype=out)
+    total = _integer_sum(carbon.sum_term(x, m, dtype=torch.int64), x, dims)
+    return carbon.sum_of_terms(*total, m, dtype=out) if len(total) == 1 else carbon.sum_of_words(*total, m, dtype=out)
 
 
 def _never_empty(x, dims):

@@ -175,6 +175,32 @@ def digits_tile(side_by_side: bool) -> Tile:
     return Tile(32, 128, 4) if side_by_side else Tile(8, 1024, 8)
 
 
+# ---- sums of columns: memory-bound, both passes in one wave of programs ----
+
+
+class Slab(NamedTuple):
+    """A program's columns, and the rows that it takes, `rows` at a time."""
+
+    columns: int
+    span: int
+    rows: int
+    warps: int
+
+
+def column_sums_plan(m: int, n: int, two: bool, hw: Hardware) -> Slab:
+    """Of a matrix [M, N]: 128 bytes or more of a row, as many programs as run together.
+
+    A program of the second pass reads the largest magnitudes of all slabs of its columns, so slabs
+    are not made short. A sum of a slab's high parts fits an int32 up to 2048 rows. `two`: with the
+    products of a norm, whose sums take twice the registers.
+    """
+    columns = min(64, max(16, _power_of_two(n)))
+    rows = (2048 if two else 4096) // columns
+    slabs = min(128, max(1, (3 if two else 4) * hw.sms // -(-n // columns)))
+    span = min(max(-(-m // slabs), 128), 2048)
+    return Slab(columns, -(-span // rows) * rows if span < 2048 else 2048, rows, 4)
+
+
 # ---- products ----
 
 class Cost(NamedTuple):

@@ -80,14 +80,15 @@ def exact_bmm(
 
 def precompilation(
     products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device, processes: Executor | None = None,
-    plans: str | None = None,
+    plans: str | None = None, others: Iterable[tuple] = (),
 ) -> Callable[[], None]:  # fmt: skip
     """A function, to call in any thread, that compiles what later products on a CUDA `device` launch,
     in a pool of processes if there is one.
 
     `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
     strides and types of tensors are read, and only here: meta tensors do. With a folder `plans`
-    products without a plan in it are timed here, and the fastest plan of each is kept there.
+    products without a plan in it are timed here, and the fastest plan of each is kept there. `others`:
+    recipes of more kernels, with the types of their buffers.
     """
     from carbon_compile.templates import matmul_kernels
 
@@ -96,7 +97,7 @@ def precompilation(
         from carbon_compile.templates import tuning
 
         tuning.tune([tuning.Product(*recipe.product) for recipe, _ in _recipes(products, device) if recipe.product], device, plans)
-    recipes = list(_recipes(products, device))
+    recipes = [*_recipes(products, device), *others]
     return lambda: matmul_kernels.precompile(recipes, device, processes)
 
 
