@@ -387,7 +387,7 @@ def product_kernel(
         l4 = tl.sum(l4, axis=0)
     top, low = products._total(l0, l1, l2, l3, l4, D)
     products._emit(
-        top, low, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
+        top, low, KP, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
         out_n, out_m, bias_n, bias_m, has_bias, D, WORDS, BIAS,
     )  # fmt: skip
 
