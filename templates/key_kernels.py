@@ -102,7 +102,7 @@ def product_kernel(
             k = start + tl.arange(0, BK)
             x = kernels._tile(base, m, k, M, K, stride_k)
             scales, _ = kernels._plain_scales(maxima_ptr, k, K, 1, 3)
-            a0, a1, a2 = streams._quick_digits(x, scales[None, :], power[:, None], W)
+            a0, a1, a2 = kernels._quick_digits(x, scales[None, :], power[:, None], W)
             l0, l1, l2, l3, l4 = streams._multiplied(
                 a0, a1, a2, columns + k[None, :], plane, present, l0, l1, l2, l3, l4, D
             )
@@ -120,7 +120,7 @@ def product_kernel(
             d, empty, wild = kernels._keys(maxima_ptr, k, K)
             x = kernels._dropped(x, empty, wild, 1)
             q = kernels._integers(x, (W - 1) - e[:, None] + d[None, :])
-            a0, a1, a2 = streams._digits(q, D)
+            a0, a1, a2 = kernels._digits(q, D)
             l0, l1, l2, l3, l4 = streams._multiplied(
                 a0, a1, a2, columns + k[None, :], plane, present, l0, l1, l2, l3, l4, D
             )
