@@ -26,7 +26,7 @@ import triton.language as tl
 from carbon_compile.templates import launch
 from carbon_compile.templates import matmul_kernels as products
 from carbon_compile.templates import quantize_kernels as kernels
-from carbon_compile.templates import small_kernels as streams
+from carbon_compile.templates import small_kernels as streams  # how tiles multiply
 from carbon_compile.templates.matmul_recipe import BIAS, OUT, A, B, Block, Recipe
 from carbon_compile.templates.quantize import DIGITS
 
@@ -120,7 +120,7 @@ def product_kernel(
             d, empty, wild = kernels._keys(maxima_ptr, k, K)
             x = kernels._dropped(x, empty, wild, 1)
             q = kernels._integers(x, (W - 1) - e[:, None] + d[None, :])
-            a0, a1, a2 = kernels._digits(q, D)
+            a0, a1, a2 = kernels._balanced_digits(q, D)
             l0, l1, l2, l3, l4 = streams._multiplied(
                 a0, a1, a2, columns + k[None, :], plane, present, l0, l1, l2, l3, l4, D
             )

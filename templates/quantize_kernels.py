@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from carbon_compile.templates import launch
 from carbon_compile.templates.matmul_recipe import Block, Recipe
@@ -217,8 +218,8 @@ def _store_digits(q, pointers, plane, mask, D: tl.constexpr):
 
 @triton.jit
 def _no_magnitudes(shape: tl.constexpr, like):
-    """Where `_larger` starts: zeros, of bfloat16 for such values."""
-    if like.dtype.element_ty == tl.bfloat16 and not _INTERPRETED:
+    """Where `_larger` starts: zeros, of bfloat16 for such values on a GPU that compares them."""
+    if like.dtype.element_ty == tl.bfloat16 and not _INTERPRETED and cuda_capability_geq(8, 0):
         best = tl.zeros(shape, tl.bfloat16)
     else:
         best = tl.zeros(shape, tl.float32)
@@ -261,7 +262,7 @@ def _largest(best, x):
 
 
 @triton.jit
-def _digits(q, D: tl.constexpr):
+def _balanced_digits(q, D: tl.constexpr):
     """Balanced digits of integers, the least significant first; D = 2 repeats the second."""
     d0 = q.to(tl.int8)
     q = (q + 128) >> 8
@@ -331,7 +332,7 @@ def _quick_digits(x, scales, power, W: tl.constexpr):
         d0, d1 = _two_digits(x.to(tl.float32) * scales, power)
         d2 = d1
     elif _INTERPRETED:
-        d0, d1, d2 = _digits(_rounded(x.to(tl.float32) * scales * power), 3)
+        d0, d1, d2 = _balanced_digits(_rounded(x.to(tl.float32) * scales * power), 3)
     else:
         # First the nearest multiple of 2^16 (1.5 2^39 has such an ulp), then as above the integer that
         # is left and half a digit in each of two, whose third byte tells of a carry into the top digit.

@@ -216,7 +216,7 @@ def product_kernel(
             x = tl.load(at, mask=_along(k, 1, rank) < K, other=0)
             d = tl.load(d_ptr + k)
             q = kernels._integers(x, _along(shift, 0, rank) - _along(d, 1, rank))
-            w0, w1, w2 = kernels._digits(q, D)
+            w0, w1, w2 = kernels._balanced_digits(q, D)
             l0, l1, l2, l3, l4 = _multiplied(
                 w0, w1, w2, rows + _along(k, 1, rank), MP * KP, present, l0, l1, l2, l3, l4, D
             )
