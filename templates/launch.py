@@ -435,6 +435,34 @@ def column_exponents_tile(side_by_side: bool) -> Tile:
     return Tile(32, 128, 8) if side_by_side else Tile(8, 512, 8)
 
 
+# ---- batches of products by few keys: `key_kernels` ----
+
+_KEYS_COLUMNS = 128
+
+
+def keys_plan(m: int, n: int, k: int, window: int, hw: Hardware, engine: str = "int8") -> Plan | None:
+    """The plan of balance "keys" whose first operand is quantised in registers, or None.
+
+    Of as many columns as one tile has: others would quantise the first operand again. X3 keeps five
+    accumulators and multiplies nine times what it loads: that has not been timed.
+    """
+    padded = padded_contraction(k)
+    if engine != "int8" or window != 16 or n > _KEYS_COLUMNS or m < 64 or padded > SPAN_LIMIT[window] or hw.capability < (8, 0):
+        return None
+    bn = max(16, _power_of_two(n))
+    return Plan(64, bn, 64, 4 if bn <= 64 else 8, 2, joint=True, streamed=True, span=padded)
+
+
+def exponents_width(k: int, plan: Plan) -> int:
+    """Indices of the contraction that are measured at a time, no accumulators being kept meanwhile."""
+    return max(plan.bk, 32 * plan.warps * 64 // plan.bm) if k > plan.bk else plan.bk
+
+
+def keys_tile(bn: int) -> Tile:
+    """Columns by keys: all columns of a row, whose maximum is wanted."""
+    return Tile(bn, max(32, 4096 // bn), 4)
+
+
 # (bm, bn, bk, warps, stages) worth timing, by (schedule, specialised); joint ones by window.
 _LEVELS = [
     (128, 256, 128, 16, 3), (128, 256, 128, 8, 4), (128, 256, 256, 16, 2), (256, 128, 128, 16, 3),

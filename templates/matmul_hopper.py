@@ -58,7 +58,7 @@ def _load_levels(
 
 @gluon.jit
 def _multiply_levels(
-    count, sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
@@ -82,7 +82,7 @@ def _multiply_levels(
             acc = acc >> 8
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    _emit(acc, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+    _emit(acc, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
           out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
     return count
 
@@ -110,7 +110,7 @@ def _load_joint(
 
 @gluon.jit
 def _multiply_joint(
-    count, sa, sb, full, empty, steps, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
@@ -166,7 +166,7 @@ def _multiply_joint(
         top = l4 + (l3 >> 8)
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+    _emit(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
           out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
     return count
 
@@ -231,13 +231,13 @@ def _multiply_tiles(
         bias = bias_ptr + start * bias_b
         if JOINT:
             count = _multiply_joint(
-                count, sa, sb, full, empty, steps, ea, eb, out, total, bias, m0, n0, M, N,
+                count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                 total_plane, out_m, out_n, bias_m, bias_n, has_bias,
                 D, BM, BN, STAGES, L, WORDS, BIAS,
             )  # fmt: skip
         else:
             count = _multiply_levels(
-                count, sa, sb, full, empty, steps, ea, eb, out, total, bias, m0, n0, M, N,
+                count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                 total_plane, out_m, out_n, bias_m, bias_n, has_bias,
                 D, BM, BN, STAGES, L, WORDS, BIAS,
             )  # fmt: skip

@@ -43,6 +43,8 @@ from carbon_compile.templates.quantize_kernels import Digits
 _POISONED = tl.constexpr(POISON // 2)  # any sum of exponents above this includes a POISON
 # The bf16 engine: FLUSH products of two digits, each at most 2^14, stay within 2^22.
 _FLUSH = tl.constexpr(256)
+# Products whose total in units of 2^16 is below 2^24: K (2^15 128/129)^2 / 2^16.
+_SHORT = tl.constexpr(1024)
 
 
 @triton.jit
@@ -242,20 +244,43 @@ def _store_words(high, low, pointers, plane, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _rounded_total(top, low, K, D: tl.constexpr):
+    """RN(T) of T = top 256^(2 D - 2) + low, a sum of K products.
+
+    Conversions of 64 bits run at a quarter of the rate of others. Of two digits and a short
+    contraction both parts are binary32 numbers, and their sum rounds once.
+    """
+    if D == 2:
+        if K <= _SHORT:
+            rounded = top.to(tl.float32) * 65536.0 + low.to(tl.float32)
+        else:
+            rounded = _joined(top, low, D).to(tl.float32)
+    else:
+        rounded = _joined(top, low, D).to(tl.float32)
+    return rounded
+
+
+@triton.jit
+def _joined(top, low, D: tl.constexpr):
+    return (top.to(tl.int64) << (16 * (D - 1))) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def _emit(
-    top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+    top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
     out_m, out_n, bias_m, bias_n, has_bias,
     D: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Store results (WORDS = 0), add totals to WORDS int64 words in memory, or store each as -WORDS
-    words of 16 bits, the lowest first."""
-    total = (top.to(tl.int64) << (16 * (D - 1))) | (low.to(tl.int64) & 0xFFFFFFFF)
+    """Store results (WORDS = 0), add totals of K products to WORDS int64 words in memory, or store
+    each as -WORDS words of 16 bits, the lowest first."""
     if WORDS == 0:
         ea = tl.load(ea_ptr + m, mask=m < M, other=0)
         eb = tl.load(eb_ptr + n, mask=n < N, other=0)
-        _store_result(total.to(tl.float32), ea, eb, out_ptr, bias_ptr, m, n, M, N,
+        rounded = _rounded_total(top, low, K, D)
+        _store_result(rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
                       out_m, out_n, bias_m, bias_n, has_bias, BIAS)  # fmt: skip
     else:
+        total = _joined(top, low, D)
         pointers = total_ptr + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
         mask = (m < M)[:, None] & (n < N)[None, :]
         if WORDS < 0:
@@ -321,13 +346,13 @@ def gemm_kernel(
         top0, top1 = tl.split(tl.permute(tl.reshape(top, (BM, 2, BN // 2)), (0, 2, 1)))
         low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
         n = tile_n * BN + tl.arange(0, BN // 2)
-        _emit(top0, low0, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+        _emit(top0, low0, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
               out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
-        _emit(top1, low1, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n + BN // 2, M, N,
+        _emit(top1, low1, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n + BN // 2, M, N,
               total_plane, out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
     else:
         n = tile_n * BN + tl.arange(0, BN)
-        _emit(top, low, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+        _emit(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
               out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
 
 
@@ -447,9 +472,12 @@ def prepare(
 ) -> Recipe:
     """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
     the result's shape. The first `quantising` of them make digits. A `transposed` result is laid
-    out as C^T. A streamed `plan` is for balance "weight" and a result that is not transposed."""
+    out as C^T. A streamed `plan` is for the balance it was made for, "weight" or "keys", and a result
+    that is not transposed."""
     recipe = Recipe()
     batch = a.shape[0] if a.dim() == 3 else 1
+    if plan is None and balance == "keys":
+        plan = launch.keys_plan(a.shape[-2], b.shape[-1], a.shape[-1], window, launch.hardware(device or a.device), engine)
     if plan is None:
         m, n = a.shape[-2], b.shape[-1]
         product = (*((n, m) if transposed else (m, n)), launch.padded_contraction(a.shape[-1]), window, batch)
@@ -459,6 +487,11 @@ def prepare(
         )  # fmt: skip
         recipe.product = None if plan.streamed else (*product, engine)
     recipe.plan = plan
+    if plan.streamed and balance == "keys":
+        from carbon_compile.templates import key_kernels
+
+        key_kernels.multiply_keys(recipe, a, b, window, bias, plan)
+        return recipe
     if plan.streamed:
         from carbon_compile.templates import small_kernels
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from carbon_compile.templates import launch
 from carbon_compile.templates.matmul_recipe import Block, Recipe
@@ -28,6 +29,9 @@ _EMPTY = tl.constexpr(EMPTY)
 _ZERO = tl.constexpr(EXPO_ZERO)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALL_BITS = tl.constexpr(27 << 23)  # 2^-100
+# 1.5 2^23, where an ulp is 1 on both sides of zero, and half a digit.
+_MAGIC = tl.constexpr(12582912.0 + 128.0)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 BALANCES = {"none": 0, "weight": 1, "gradient": 2, "keys": 3}
 
@@ -213,6 +217,179 @@ def _store_digits(q, pointers, plane, mask, D: tl.constexpr):
 
 
 @triton.jit
+def _no_magnitudes(shape: tl.constexpr, like):
+    """Where `_larger` starts: zeros, of bfloat16 for such values on a GPU that compares them."""
+    if like.dtype.element_ty == tl.bfloat16 and not _INTERPRETED and cuda_capability_geq(8, 0):
+        best = tl.zeros(shape, tl.bfloat16)
+    else:
+        best = tl.zeros(shape, tl.float32)
+    return best
+
+
+@triton.jit
+def _larger(best, x, scales):
+    """The larger magnitude of `best` and x scales, powers of two; NaN wins, with whichever bits."""
+    if best.dtype == tl.bfloat16:
+        # Two at a time. What a product loses to underflow is far below any maximum that counts.
+        best = tl.inline_asm_elementwise(
+            """{ .reg .b32 y, zero;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 y, $2, $3, zero;
+            and.b32 y, y, 0x7fff7fff;
+            max.NaN.bf16x2 $0, $1, y; }""",
+            "=r,r,r,r", [best, x, scales.to(tl.bfloat16).broadcast_to(x.shape)], dtype=tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = tl.abs(x.to(tl.float32) * scales)
+        best = tl.maximum(best, y, propagate_nan=tl.PropagateNan.ALL)
+    return best
+
+
+@triton.jit
+def _largest(best, x):
+    """The larger magnitude of `best` and x; NaN wins, with whichever bits."""
+    if best.dtype == tl.bfloat16:
+        best = tl.inline_asm_elementwise(
+            """{ .reg .b32 y;
+            and.b32 y, $2, 0x7fff7fff;
+            max.NaN.bf16x2 $0, $1, y; }""",
+            "=r,r,r", [best, x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        best = tl.maximum(best, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    return best
+
+
+@triton.jit
+def _balanced_digits(q, D: tl.constexpr):
+    """Balanced digits of integers, the least significant first; D = 2 repeats the second."""
+    d0 = q.to(tl.int8)
+    q = (q + 128) >> 8
+    d1 = q.to(tl.int8)
+    if D == 3:
+        q = (q + 128) >> 8
+    return d0, d1, q.to(tl.int8)
+
+
+@triton.jit
+def _two_digits(y, power):
+    """Both digits of RNE(y power), y in binary32."""
+    # The product is exact unless the sum does not notice: one instruction for both. The sum is the
+    # integer and half a digit, so its second byte is the second digit, and the first byte is the first
+    # digit with its sign bit flipped.
+    z = tl.fma(y, power.broadcast_to(y.shape), _MAGIC).to(tl.int32, bitcast=True)
+    if _INTERPRETED:
+        d0 = (z ^ 128).to(tl.int8)
+        d1 = (z >> 8).to(tl.int8)
+    else:
+        d0, d1 = tl.inline_asm_elementwise(
+            """{ .reg .b32 x, y;
+            prmt.b32 x, $2, $3, 0x5140;
+            prmt.b32 y, $4, $5, 0x5140;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            xor.b32 $0, $0, 0x80808080; }""",
+            "=&r,=&r,r,r,r,r", [z], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return d0, d1
+
+
+@triton.jit
+def _quick_digits(x, scales, power, W: tl.constexpr):
+    """Digits of RNE(x scales power)."""
+    if W == 16 and x.dtype == tl.bfloat16 and not _INTERPRETED:
+        d0, d1 = tl.inline_asm_elementwise(
+            """{ .reg .f32 a, b, c, d;
+            .reg .b32 x, y;
+            shl.b32 x, $2, 16;
+            and.b32 y, $2, 0xffff0000;
+            mov.b32 a, x;
+            mov.b32 b, y;
+            shl.b32 x, $3, 16;
+            and.b32 y, $3, 0xffff0000;
+            mov.b32 c, x;
+            mov.b32 d, y;
+            mul.rn.f32 a, a, $4;
+            mul.rn.f32 b, b, $5;
+            mul.rn.f32 c, c, $6;
+            mul.rn.f32 d, d, $7;
+            fma.rn.f32 a, a, $8, 0f4B400080;
+            fma.rn.f32 b, b, $9, 0f4B400080;
+            fma.rn.f32 c, c, $10, 0f4B400080;
+            fma.rn.f32 d, d, $11, 0f4B400080;
+            prmt.b32 x, a, b, 0x5140;
+            prmt.b32 y, c, d, 0x5140;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            xor.b32 $0, $0, 0x80808080; }""",
+            "=&r,=&r,r,r,f,f,f,f,f,f,f,f",
+            [x, scales.broadcast_to(x.shape), power.broadcast_to(x.shape)],
+            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+        d2 = d1
+    elif W == 16:
+        d0, d1 = _two_digits(x.to(tl.float32) * scales, power)
+        d2 = d1
+    elif _INTERPRETED:
+        d0, d1, d2 = _balanced_digits(_rounded(x.to(tl.float32) * scales * power), 3)
+    else:
+        # First the nearest multiple of 2^16 (1.5 2^39 has such an ulp), then as above the integer that
+        # is left and half a digit in each of two, whose third byte tells of a carry into the top digit.
+        y = x.to(tl.float32) * scales
+        d0, d1, d2 = tl.inline_asm_elementwise(
+            """{ .reg .f32 a, b, c, d, e, f, g, h;
+            .reg .b32 x, y;
+            fma.rn.f32 a, $3, $7, 0f53400080;
+            fma.rn.f32 b, $4, $8, 0f53400080;
+            fma.rn.f32 c, $5, $9, 0f53400080;
+            fma.rn.f32 d, $6, $10, 0f53400080;
+            prmt.b32 x, a, b, 0x0040;
+            prmt.b32 y, c, d, 0x0040;
+            prmt.b32 $2, x, y, 0x5410;
+            sub.rn.f32 e, 0f53400080, a;
+            sub.rn.f32 f, 0f53400080, b;
+            sub.rn.f32 g, 0f53400080, c;
+            sub.rn.f32 h, 0f53400080, d;
+            fma.rn.f32 a, $3, $7, e;
+            fma.rn.f32 b, $4, $8, f;
+            fma.rn.f32 c, $5, $9, g;
+            fma.rn.f32 d, $6, $10, h;
+            add.rn.f32 a, a, 0f4B408080;
+            add.rn.f32 b, b, 0f4B408080;
+            add.rn.f32 c, c, 0f4B408080;
+            add.rn.f32 d, d, 0f4B408080;
+            prmt.b32 x, a, b, 0x0062;
+            prmt.b32 y, c, d, 0x0062;
+            prmt.b32 x, x, y, 0x5410;
+            xor.b32 x, x, 0x40404040;
+            add.s32 $2, $2, x;
+            xor.b32 $2, $2, 0x80808080;
+            prmt.b32 x, a, b, 0x5140;
+            prmt.b32 y, c, d, 0x5140;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            xor.b32 $0, $0, 0x80808080;
+            xor.b32 $1, $1, 0x80808080; }""",
+            "=&r,=&r,=&r,f,f,f,f,f,f,f,f", [y, power.broadcast_to(y.shape)],
+            dtype=(tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return d0, d1, d2
+
+
+@triton.jit
+def _store_quick_digits(y, e, pointers, plane, mask, W: tl.constexpr, D: tl.constexpr):
+    """Digits of RNE(y 2^(W - 1 - e)) for binary32 |y| below 2^e 128/129, e per row."""
+    if W == 16:
+        shift = tl.minimum(tl.maximum((W - 1) - e, -126), 126)  # out of range only where y is 0
+        d0, d1 = _two_digits(y, _power_of_two(shift)[:, None])
+        tl.store(pointers, d0, mask=mask)
+        tl.store(pointers + plane, d1, mask=mask)
+    else:
+        _store_digits(_nearest(y, e, W), pointers, plane, mask, D)
+
+
+@triton.jit
 def _stored_exponent(e, W: tl.constexpr):
     s = tl.where(e == _EMPTY, 0, e - (W - 1))
     return tl.where(e == _POISON, _POISON, s)
@@ -350,13 +527,17 @@ def _quantize_rows(
     plane = tl.cast(all_rows, tl.int64) * KP  # an argument of 1 is a plain int here
     k = tl.arange(0, BK)
     if LOOP:
-        best = tl.zeros((BR, BK), tl.int32)
+        most = _no_magnitudes((BR, BK), x_ptr)
         plain = tl.full((BK,), 1, tl.int32)
         for start in range(0, K, BK):
             x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
-            y, now = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
-            best = tl.maximum(best, _magnitude_bits(y))
-            plain = tl.minimum(plain, now)
+            if MODE == 0:
+                most = _largest(most, x)
+            else:
+                scales, now = _plain_scales(second_ptr, start + k, K, sign, MODE)
+                most = _larger(most, x, scales[None, :])
+                plain = tl.minimum(plain, now)
+        best = _magnitude_bits(most)
     else:
         x = _row_tile(base, r, 0, R, K, stride_k, BR, BK, SPREAD)
         y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK)
@@ -382,10 +563,10 @@ def _quantize_rows(
                 x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
                 y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
                 mask = (r < R)[:, None] & (start + k < KP)[None, :]
-                _store_digits(_nearest(y, e, W), digits + (start + k)[None, :], plane, mask, D)
+                _store_quick_digits(y, e, digits + (start + k)[None, :], plane, mask, W, D)
         else:
             mask = (r < R)[:, None] & (k < KP)[None, :]
-            _store_digits(_nearest(y, e, W), digits + k[None, :], plane, mask, D)
+            _store_quick_digits(y, e, digits + k[None, :], plane, mask, W, D)
     else:
         _quantize_rows_slowly(
             base, digits, exponents_ptr + row, plane, r, R, K, KP, stride_k, second_ptr, sign,
@@ -457,11 +638,10 @@ def quantize_kernel(
 def _token_maxima(x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr):
     """Bits of the largest magnitude of each contraction index k over all rows."""
     base = x_ptr + k.to(tl.int64)[:, None] * stride_k
-    best = tl.zeros((BK, BR), tl.int32)
+    best = _no_magnitudes((BK, BR), x_ptr)
     for start in range(0, R, BR):
-        x = _tile(base, k, start + tl.arange(0, BR), K, R, stride_r)
-        best = tl.maximum(best, _magnitude_bits(x))
-    return tl.max(best, axis=1)
+        best = _largest(best, _tile(base, k, start + tl.arange(0, BR), K, R, stride_r))
+    return tl.max(_magnitude_bits(best), axis=1)
 
 
 @triton.jit
@@ -515,18 +695,18 @@ def _raise_exponents(
     r = (pid // spans) * BR + tl.arange(0, BR)
     first = (pid % spans) * steps * BK
     base = x_ptr + r.to(tl.int64)[:, None] * stride_r
-    best = tl.zeros((BR, BK), tl.int32)
-    seen = tl.zeros((BR, BK), tl.int32)
+    best = _no_magnitudes((BR, BK), x_ptr)
+    seen = _no_magnitudes((BR, BK), x_ptr)
     plain = tl.full((BK,), 1, tl.int32)
     for step in range(0, steps):
         k = first + step * BK + tl.arange(0, BK)
         d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
         plain = tl.minimum(plain, (tl.abs(d) <= 126).to(tl.int32))
-        x = _tile(base, r, k, R, K, stride_k).to(tl.float32)
-        seen = seen | x.to(tl.int32, bitcast=True)
-        best = tl.maximum(best, _magnitude_bits(x * _power_of_two(d)[None, :]))
-    largest = tl.max(best, axis=1)
-    zero = tl.max(seen & 0x7FFFFFFF, axis=1) == 0
+        x = _tile(base, r, k, R, K, stride_k)
+        seen = _largest(seen, x)
+        best = _larger(best, x, _power_of_two(d)[None, :])
+    largest = tl.max(_magnitude_bits(best), axis=1)
+    zero = tl.max(_magnitude_bits(seen), axis=1) == 0
     quick = tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & tl.min(plain, axis=0)
     if quick != 0:
         e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
@@ -593,7 +773,7 @@ def _digits_of_tile(
     if (tl.min(quick.to(tl.int32), axis=0) & moderate) != 0:
         y = x.to(tl.float32) * _power_of_two(sign * d)[None, :]
         mask = (r < R)[:, None] & (k < KP)[None, :]
-        _store_digits(_nearest(y, e, W), digits + k[None, :], plane, mask, D)
+        _store_quick_digits(y, e, digits + k[None, :], plane, mask, W, D)
     else:
         first = (pid // blocks) * BK
         _store_slowly(

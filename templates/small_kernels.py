@@ -35,55 +35,6 @@ from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates.matmul_recipe import BIAS, OUT, A, B, Block, Recipe
 from carbon_compile.templates.quantize import DIGITS
 
-# 1.5 2^23, where an ulp is 1 on both sides of zero, and half a digit.
-_MAGIC = tl.constexpr(12582912.0 + 128.0)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _nothing(shape: tl.constexpr, like):
-    """Where `_larger` starts: zeros, of bfloat16 for such values."""
-    if like.dtype.element_ty == tl.bfloat16 and not _INTERPRETED:
-        best = tl.zeros(shape, tl.bfloat16)
-    else:
-        best = tl.zeros(shape, tl.float32)
-    return best
-
-
-@triton.jit
-def _larger(best, x, scales):
-    """The larger magnitude of `best` and x scales, powers of two; NaN wins, with whichever bits."""
-    if best.dtype == tl.bfloat16:
-        # Two at a time. What a product loses to underflow is far below any maximum that counts.
-        best = tl.inline_asm_elementwise(
-            """{ .reg .b32 y, zero;
-            mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 y, $2, $3, zero;
-            and.b32 y, y, 0x7fff7fff;
-            max.NaN.bf16x2 $0, $1, y; }""",
-            "=r,r,r,r", [best, x, scales.to(tl.bfloat16).broadcast_to(x.shape)], dtype=tl.bfloat16,
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        y = tl.abs(x.to(tl.float32) * scales)
-        best = tl.maximum(best, y, propagate_nan=tl.PropagateNan.ALL)
-    return best
-
-
-@triton.jit
-def _largest(best, x):
-    """The larger magnitude of `best` and x; NaN wins, with whichever bits."""
-    if best.dtype == tl.bfloat16:
-        best = tl.inline_asm_elementwise(
-            """{ .reg .b32 y;
-            and.b32 y, $2, 0x7fff7fff;
-            max.NaN.bf16x2 $0, $1, y; }""",
-            "=r,r,r", [best, x], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        best = tl.maximum(best, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-    return best
-
 
 @triton.jit
 def index_maxima_kernel(
@@ -95,11 +46,11 @@ def index_maxima_kernel(
     pid = tl.program_id(0)
     k = (pid % across) * BK + tl.arange(0, BK)
     first = (pid // across) * (BR * STEPS)
-    best = _nothing((BR, BK), w_ptr)
+    best = kernels._no_magnitudes((BR, BK), w_ptr)
     for step in tl.static_range(STEPS):
         r = first + step * BR + tl.arange(0, BR)
         base = w_ptr + r.to(tl.int64)[:, None] * stride_r
-        best = _largest(best, kernels._tile(base, r, k, N, K, stride_k))
+        best = kernels._largest(best, kernels._tile(base, r, k, N, K, stride_k))
     largest = tl.max(kernels._magnitude_bits(best), axis=0)
     tl.atomic_max(out_ptr + k, largest, mask=k < K, sem="relaxed")
 
@@ -112,13 +63,13 @@ def _weight_exponents(
     """The exponents of BR rows of the weight, and whether their digits need the general way."""
     r = block * BR + tl.arange(0, BR)
     base = w_ptr + r.to(tl.int64)[:, None] * stride_r
-    best = _nothing((BR, BK), w_ptr)
+    best = kernels._no_magnitudes((BR, BK), w_ptr)
     plain = tl.full((BK,), 1, tl.int32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         x = kernels._tile(base, r, k, N, K, stride_k)
         scales, now = kernels._plain_scales(maxima_ptr, k, K, -1, 1)
-        best = _larger(best, x, scales[None, :])
+        best = kernels._larger(best, x, scales[None, :])
         plain = tl.minimum(plain, now)
     largest = tl.max(kernels._magnitude_bits(best), axis=1)
     quick = kernels._ordinary(largest) | (r >= N)
@@ -163,116 +114,6 @@ def exponents_kernel(
             tl.num_programs(0) - 1 - pid, w_ptr, w_exponents, general_ptr, N, K,
             w_stride_r, w_stride_k, maxima_ptr, W, BR, BK,
         )  # fmt: skip
-
-
-@triton.jit
-def _digits(q, D: tl.constexpr):
-    """Balanced digits of integers, the least significant first; D = 2 repeats the second."""
-    d0 = q.to(tl.int8)
-    q = (q + 128) >> 8
-    d1 = q.to(tl.int8)
-    if D == 3:
-        q = (q + 128) >> 8
-    return d0, d1, q.to(tl.int8)
-
-
-@triton.jit
-def _quick_digits(x, scales, power, W: tl.constexpr):
-    """Digits of RNE(x scales power)."""
-    if W == 16 and x.dtype == tl.bfloat16 and not _INTERPRETED:
-        d0, d1 = tl.inline_asm_elementwise(
-            """{ .reg .f32 a, b, c, d;
-            .reg .b32 x, y;
-            shl.b32 x, $2, 16;
-            and.b32 y, $2, 0xffff0000;
-            mov.b32 a, x;
-            mov.b32 b, y;
-            shl.b32 x, $3, 16;
-            and.b32 y, $3, 0xffff0000;
-            mov.b32 c, x;
-            mov.b32 d, y;
-            mul.rn.f32 a, a, $4;
-            mul.rn.f32 b, b, $5;
-            mul.rn.f32 c, c, $6;
-            mul.rn.f32 d, d, $7;
-            fma.rn.f32 a, a, $8, 0f4B400080;
-            fma.rn.f32 b, b, $9, 0f4B400080;
-            fma.rn.f32 c, c, $10, 0f4B400080;
-            fma.rn.f32 d, d, $11, 0f4B400080;
-            prmt.b32 x, a, b, 0x5140;
-            prmt.b32 y, c, d, 0x5140;
-            prmt.b32 $0, x, y, 0x5410;
-            prmt.b32 $1, x, y, 0x7632;
-            xor.b32 $0, $0, 0x80808080; }""",
-            "=&r,=&r,r,r,f,f,f,f,f,f,f,f",
-            [x, scales.broadcast_to(x.shape), power.broadcast_to(x.shape)],
-            dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-        d2 = d1
-    elif W == 16:
-        y = x.to(tl.float32) * scales
-        # The product is exact unless the sum does not notice: one instruction for both. The sum is
-        # the integer and half a digit, so its second byte is the second digit, and the first byte is
-        # the first digit with its sign bit flipped.
-        z = tl.fma(y, power.broadcast_to(y.shape), _MAGIC).to(tl.int32, bitcast=True)
-        if _INTERPRETED:
-            d0 = (z ^ 128).to(tl.int8)
-            d1 = (z >> 8).to(tl.int8)
-        else:
-            d0, d1 = tl.inline_asm_elementwise(
-                """{ .reg .b32 x, y;
-                prmt.b32 x, $2, $3, 0x5140;
-                prmt.b32 y, $4, $5, 0x5140;
-                prmt.b32 $0, x, y, 0x5410;
-                prmt.b32 $1, x, y, 0x7632;
-                xor.b32 $0, $0, 0x80808080; }""",
-                "=&r,=&r,r,r,r,r", [z], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-            )  # fmt: skip
-        d2 = d1
-    elif _INTERPRETED:
-        d0, d1, d2 = _digits(kernels._rounded(x.to(tl.float32) * scales * power), 3)
-    else:
-        # First the nearest multiple of 2^16 (1.5 2^39 has such an ulp), then as above the integer that
-        # is left and half a digit in each of two, whose third byte tells of a carry into the top digit.
-        y = x.to(tl.float32) * scales
-        d0, d1, d2 = tl.inline_asm_elementwise(
-            """{ .reg .f32 a, b, c, d, e, f, g, h;
-            .reg .b32 x, y;
-            fma.rn.f32 a, $3, $7, 0f53400080;
-            fma.rn.f32 b, $4, $8, 0f53400080;
-            fma.rn.f32 c, $5, $9, 0f53400080;
-            fma.rn.f32 d, $6, $10, 0f53400080;
-            prmt.b32 x, a, b, 0x0040;
-            prmt.b32 y, c, d, 0x0040;
-            prmt.b32 $2, x, y, 0x5410;
-            sub.rn.f32 e, 0f53400080, a;
-            sub.rn.f32 f, 0f53400080, b;
-            sub.rn.f32 g, 0f53400080, c;
-            sub.rn.f32 h, 0f53400080, d;
-            fma.rn.f32 a, $3, $7, e;
-            fma.rn.f32 b, $4, $8, f;
-            fma.rn.f32 c, $5, $9, g;
-            fma.rn.f32 d, $6, $10, h;
-            add.rn.f32 a, a, 0f4B408080;
-            add.rn.f32 b, b, 0f4B408080;
-            add.rn.f32 c, c, 0f4B408080;
-            add.rn.f32 d, d, 0f4B408080;
-            prmt.b32 x, a, b, 0x0062;
-            prmt.b32 y, c, d, 0x0062;
-            prmt.b32 x, x, y, 0x5410;
-            xor.b32 x, x, 0x40404040;
-            add.s32 $2, $2, x;
-            xor.b32 $2, $2, 0x80808080;
-            prmt.b32 x, a, b, 0x5140;
-            prmt.b32 y, c, d, 0x5140;
-            prmt.b32 $0, x, y, 0x5410;
-            prmt.b32 $1, x, y, 0x7632;
-            xor.b32 $0, $0, 0x80808080;
-            xor.b32 $1, $1, 0x80808080; }""",
-            "=&r,=&r,=&r,f,f,f,f,f,f,f,f", [y, power.broadcast_to(y.shape)],
-            dtype=(tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
-    return d0, d1, d2
 
 
 @triton.jit
@@ -364,7 +205,7 @@ def product_kernel(
                 x = tl.load(at)
             else:
                 x = tl.load(at, mask=_along(k, 1, rank) < K, other=0)
-            w0, w1, w2 = _quick_digits(x, _along(tl.load(scales_ptr + k), 1, rank), power, W)
+            w0, w1, w2 = kernels._quick_digits(x, _along(tl.load(scales_ptr + k), 1, rank), power, W)
             l0, l1, l2, l3, l4 = _multiplied(
                 w0, w1, w2, rows + _along(k, 1, rank), MP * KP, present, l0, l1, l2, l3, l4, D
             )
@@ -375,7 +216,7 @@ def product_kernel(
             x = tl.load(at, mask=_along(k, 1, rank) < K, other=0)
             d = tl.load(d_ptr + k)
             q = kernels._integers(x, _along(shift, 0, rank) - _along(d, 1, rank))
-            w0, w1, w2 = _digits(q, D)
+            w0, w1, w2 = kernels._balanced_digits(q, D)
             l0, l1, l2, l3, l4 = _multiplied(
                 w0, w1, w2, rows + _along(k, 1, rank), MP * KP, present, l0, l1, l2, l3, l4, D
             )
@@ -387,7 +228,7 @@ def product_kernel(
         l4 = tl.sum(l4, axis=0)
     top, low = products._total(l0, l1, l2, l3, l4, D)
     products._emit(
-        top, low, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
+        top, low, KP, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
         out_n, out_m, bias_n, bias_m, has_bias, D, WORDS, BIAS,
     )  # fmt: skip
 

@@ -237,9 +237,10 @@ def _float(x):
 
 def ptx():
     """The inline assembly of `_quick_digits`: bfloat16 X2, the bytes of X2, X3."""
-    source = (ROOT / "templates" / "small_kernels.py").read_text()
-    source = source[source.index("def _quick_digits") : source.index("def _transposed")]
-    return [x.replace("{", "", 1) for x in re.findall(r'"""(\{.*?)\}"""', source, re.S)]
+    source = (ROOT / "templates" / "quantize_kernels.py").read_text()
+    source = source[source.index("def _two_digits") : source.index("def _store_quick_digits")]
+    two, bfloat16, three = (x.replace("{", "", 1) for x in re.findall(r'"""(\{.*?)\}"""', source, re.S))
+    return [bfloat16, two, three]
 
 
 def magnitudes(limit, g):
