@@ -496,7 +496,7 @@ def multiply_digits(
     along = 0 if bias_strides[1] == 0 else 1 if bias_strides[2] == 0 else 2
     planes = DIGITS[window]
     out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
-    total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
+    total = recipe.reserve(plan.words * elements, torch.int64, ZEROS) if plan.words else out
     total_plane, kept = elements, plan.words
     if words and not plan.words:
         total, total_plane, kept = words[0], m * n, -words[1]
