@@ -26,7 +26,7 @@ from .judge import (
     without_echoes,
 )
 from .location import lines
-from .lowering import composites, optimizer, partial, pointwise, registry
+from .lowering import composites, matmul, optimizer, partial, pointwise, registry
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
 from .recognise import cut_products, rounded_partials
@@ -195,6 +195,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
     if left:
         raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
     with modes.suspended():  # a backward graph is compiled where eager code may keep the contract
+        matmul.call_products_directly()
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 

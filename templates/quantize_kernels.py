@@ -267,8 +267,9 @@ def _pass(gate_ptr, programs):
 
 @triton.jit
 def _leave(gate_ptr, programs, GATES: tl.constexpr):
+    """The last program of the last stage to leave resets the gates: nobody waits any more."""
     """The last program of the last stage closes the gates behind it: nobody waits any more."""
-    if tl.atomic_add(gate_ptr + GATES, 1, sem="acq_rel") == programs - 1:
+    if tl.atomic_add(gate_ptr + GATES, 1, sem="acquire") == programs - 1:
         for i in tl.static_range(GATES + 1):
             tl.store(gate_ptr + i, 0)
 
