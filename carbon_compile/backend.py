@@ -29,6 +29,7 @@ from .location import lines
 from .lowering import (
     columns,
     composites,
+    matmul,
     optimizer,
     partial,
     pointwise,
@@ -203,6 +204,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         left = [n for n in offenders(gm.graph) if n.target not in region.stock]
         if left:
             raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
+        matmul.call_products_directly()
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 

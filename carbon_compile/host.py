@@ -835,6 +835,51 @@ def inductor_lowerings():
     return lowerings
 
 
+def call_directly(overload, name):
+    """Let the Python that Inductor writes call `name`, an expression, where it would call `overload`.
+
+    The operation stays one that Inductor does not look into. Code in C++ still calls it.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    if overload in lowerings:
+        return
+    make_fallback(overload, warn=False)
+    plain = lowerings[overload]
+
+    @functools.wraps(plain)
+    def lower(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        for node in pytree.tree_leaves(result):
+            node = node.data.data
+            while isinstance(node, ir.MultiOutput):
+                node = node.inputs[0]
+            node.python_kernel_name = name
+        return result
+
+    lowerings[overload] = lower
+
+
+def watched():
+    """Whether a mode wants to see the calls of operations, or of tensors' methods."""
+    return _len_torch_dispatch_stack() or _is_torch_function_mode_enabled()
+
+
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+
+
+def empty_cuda():
+    """A function (size, strides, dtype) that gives fresh memory on the current CUDA device, without the
+    dispatcher where PyTorch has such a one for Inductor."""
+
+    def empty(size, strides, dtype):
+        return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
+
+    return getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty)
+
+
 def guard_on(holds, description):
     """Let the region in compilation be compiled anew when `holds()` is no longer true.
 

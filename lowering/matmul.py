@@ -10,6 +10,7 @@ import operator
 import torch
 import torch.nn.functional as F
 
+from .. import host
 from ..templates import matmul as templates
 from . import policy
 from . import prims as P
@@ -17,6 +18,30 @@ from .pointwise import LIBRARY
 from .registry import composite, rule, template
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+
+# Product operations that compiled code calls by their attribute `direct`.
+DIRECT = []
+
+
+def _direct(overload, implementation):
+    """Give `overload` the attribute `direct`, which does the same without the dispatcher wherever that
+    has nothing to do but to call `implementation`: for a small product its way there and back is the
+    larger part of the host's time."""
+
+    def direct(*args):
+        if args[0].is_cuda and not host.watched():
+            return implementation(*args)
+        return overload(*args)
+
+    overload.direct = direct
+    return overload
+
+
+def call_products_directly():
+    """Before a graph is lowered; again has no effect."""
+    for overload in DIRECT:
+        host.call_directly(overload, f"torch.ops.{overload._schema.name.replace('::', '.')}.default.direct")
 
 
 def define_product(name, section, schema, implementation, fake):
@@ -30,6 +55,7 @@ def define_product(name, section, schema, implementation, fake):
         LIBRARY.impl(each, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"carbon::{each}", fake, lib=LIBRARY)
     kernel = template(f"{name}_kernel", section)
+    DIRECT.append(_direct(getattr(torch.ops.carbon, f"{name}_kernel").default, implementation))
 
     @rule(f"carbon.{name}.default", section=section, verdict="template", integers="rule")
     def call_kernel(*args):

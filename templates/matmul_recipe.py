@@ -8,7 +8,9 @@ them everything a kernel was specialised for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +20,9 @@ from triton import knobs
 from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, and what
-# a cut product has from other ranks.
-A, B, BIAS, OUT, WORK, ZEROS, RECEIVED = range(7)
+# Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, counters
+# that start as zeros and are zeros again afterwards, and what a cut product has from other ranks.
+A, B, BIAS, OUT, WORK, ZEROS, GATES, RECEIVED = range(8)
 
 _ALIGNMENT = 256  # of blocks within scratch: more than TMA or any vector load asks for
 # Launchers whose arguments were compared with `CompiledKernel.run`'s; others take the ordinary path.
@@ -81,12 +83,11 @@ class Recipe:
         self.quantising = 0  # how many of them make digits
         self.plan = None  # of the rest
         self.product = None  # what that was chosen by, if it was: m, n, padded k, window, batch, engine
-        self.sizes = {WORK: 0, ZEROS: 0}
-        self._compiled: dict[int, tuple] = {}  # by the number of the launch
+        self.sizes = {WORK: 0, ZEROS: 0, GATES: 0}
+        self._compiled: dict[int, Callable] = {}  # by the number of the launch
 
-    def reserve(self, length: int, dtype: torch.dtype, zeros: bool = False) -> Block:
+    def reserve(self, length: int, dtype: torch.dtype, buffer: int = WORK) -> Block:
         """A new block of scratch."""
-        buffer = ZEROS if zeros else WORK
         offset = self.sizes[buffer]
         self.sizes[buffer] += -(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return Block(buffer, offset, dtype, length)
@@ -94,13 +95,12 @@ class Recipe:
     def launch(self, kernel, grid: int, *arguments, **constants) -> None:
         self.launches.append(Launch(kernel, grid, arguments, constants))
 
-    def scratch(self, device) -> tuple[Tensor | None, Tensor | None]:
-        """Fresh buffers WORK and ZEROS."""
-        work, zeros = self.sizes[WORK], self.sizes[ZEROS]
-        return (
-            torch.empty(work, dtype=torch.uint8, device=device) if work else None,
-            torch.zeros(zeros, dtype=torch.uint8, device=device) if zeros else None,
-        )
+    def scratch(self, device) -> list[Tensor | None]:
+        """Fresh buffers WORK, ZEROS and GATES."""
+        return [
+            new(size, dtype=torch.uint8, device=device) if size else None
+            for size, new in zip(self.sizes.values(), (torch.empty, torch.zeros, torch.zeros), strict=True)
+        ]
 
     def run(self, buffers: Sequence[Tensor | None], launches: slice = slice(None)) -> None:
         """The ordinary way: through Triton, on views of the buffers."""
@@ -123,15 +123,14 @@ class Recipe:
         """Whether `replay` may take the place of `run`."""
         return len(self._compiled) == len(self.launches)
 
+    def steps(self) -> list[Callable[[Sequence[int], int], None]]:
+        """What `replay` calls, one function a launch."""
+        return [self._compiled[number] for number in range(len(self.launches))]
+
     def replay(self, pointers: Sequence[int], stream: int, launches: slice = slice(None)) -> None:
         """The launches of the first `run` again, on other addresses of the same alignment."""
         for number in range(len(self.launches))[launches]:
-            run, grid, function, metadata, fixed, moving = self._compiled[number]
-            arguments = fixed.copy()
-            for i, buffer, offset, shape in moving:
-                pointer = pointers[buffer] + offset
-                arguments[i] = pointer if shape is None else _Address(pointer, *shape)
-            run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
+            self._compiled[number](pointers, stream)
 
 
 def hooked() -> bool:
@@ -175,15 +174,74 @@ def _descriptor(tiles: Tiles, base):
     return matmul_hopper.descriptor(base, shape, strides, [tiles.height, tiles.width])
 
 
-def _compiled(step: Launch, kernel) -> tuple:
-    """What a replay needs: the launcher, what it always gets, and which arguments are addresses."""
+def _compiled(step: Launch, kernel) -> Callable[[Sequence[int], int], None]:
+    """A function of addresses and a stream that launches `step` as its first run did.
+
+    It is written out as Python: a list of thirty arguments to copy, walk and unpack costs more.
+    """
     names = step.kernel.arg_names[len(step.arguments) :]
-    arguments = [*step.arguments, *(step.constants[name] for name in names)]
-    moving = []
-    for i, argument in enumerate(step.arguments):
-        if isinstance(argument, Block):
-            moving.append((i, argument.buffer, argument.offset, None))
-        elif isinstance(argument, Tiles):
-            shape = ([argument.rows, argument.columns], [argument.columns, 1])
-            moving.append((i, argument.block.buffer, argument.block.offset, shape))
-    return kernel.run, step.grid, kernel.function, kernel.packed_metadata, arguments, moving
+    given = {"run": kernel.run, "function": kernel.function, "metadata": kernel.packed_metadata}
+    native = _native_launcher(kernel)
+    begin = f"run({step.grid}, 1, 1, stream, function, "
+    if native is not None:
+        given["run"], cooperative, dependent, encoders = native
+        begin += f"{cooperative}, {dependent}, None, None, "
+        encoders = iter(encoders)
+    texts = []
+    for i, argument in enumerate([*step.arguments, *(step.constants[name] for name in names)]):
+        if isinstance(argument, Block | Tiles):
+            block = argument if isinstance(argument, Block) else argument.block
+            text = f"at[{block.buffer}] + {block.offset}" if block.offset else f"at[{block.buffer}]"
+            if isinstance(argument, Tiles):
+                shape = ([argument.rows, argument.columns], [argument.columns, 1])
+                given[f"tiles{i}"] = _descriptors(shape) if native is None else next(encoders)(*shape)
+                text = f"tiles{i}({text})"
+                if native is not None:
+                    text += f", {argument.rows}, {argument.columns}, {argument.columns}, 1"
+        elif type(argument) in (int, bool):
+            text = repr(argument)
+        else:
+            given[f"given{i}"] = argument
+            text = f"given{i}"
+        texts.append(text)
+    exec(f"def launch(at, stream):\n    {begin}metadata, None, None, None, {', '.join(texts)})", given)  # noqa: S102
+    return given["launch"]
+
+
+def _descriptors(shape):
+    return lambda pointer: _Address(pointer, *shape)
+
+
+# A process meets few addresses of scratch: the allocator gives the same ones again.
+_ENCODED = 1024
+
+
+def _native_launcher(kernel) -> tuple | None:
+    """Of a kernel that Triton 3.6 compiled: the C function behind `kernel.run`, its two flags, and of
+    each tensor descriptor a function (shape, strides) -> (address -> encoded). None elsewhere.
+
+    In between Python would encode each descriptor anew for every launch.
+    """
+    launcher = kernel.run
+    try:
+        if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        flags = bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl)
+        if not inspect.isfunction(launcher.launch):  # no descriptors
+            return launcher.launch, *flags, ()
+        within = inspect.getclosurevars(launcher.launch).nonlocals
+        kinds = [within["tensordesc_meta"][i] for i in range(len(within["tensordesc_indices"]))]
+        if not all(kinds) or any(kind["fp4_padded"] for kind in kinds):
+            return None
+        return within["launcher"], *flags, [functools.partial(_encoder, kind) for kind in kinds]
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def _encoder(kind, shape, strides):
+    """As Triton 3.6 encodes a descriptor without padding; the code is a function of the address alone."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    encode = triton.runtime.driver.active.utils.fill_tma_descriptor
+    fixed = kind["swizzle"], kind["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[kind["elem_type"]], kind["block_size"]
+    return functools.lru_cache(_ENCODED)(lambda pointer: encode(pointer, *fixed, shape, strides, 0))

@@ -32,7 +32,7 @@ import triton.language as tl
 from carbon_compile.templates import launch
 from carbon_compile.templates import matmul_kernels as products
 from carbon_compile.templates import quantize_kernels as kernels
-from carbon_compile.templates.matmul_recipe import BIAS, OUT, A, B, Block, Recipe
+from carbon_compile.templates.matmul_recipe import BIAS, OUT, ZEROS, A, B, Block, Recipe
 from carbon_compile.templates.quantize import DIGITS
 
 
@@ -238,7 +238,7 @@ def multiply_few_rows(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan
     x, w = kernels.operand(a, A, -1), kernels.operand(b, B, -2)
     planes, mp = DIGITS[window], launch.few_rows(x.rows)
     padded = triton.cdiv(launch.padded_contraction(x.k), plan.step) * plan.step
-    maxima = recipe.reserve(x.k, torch.int32, zeros=True)
+    maxima = recipe.reserve(x.k, torch.int32, ZEROS)
     digits = recipe.reserve(planes * mp * padded, torch.int8)
     d = recipe.reserve(padded, torch.int32)
     scales = recipe.reserve(padded, torch.float32)
@@ -268,7 +268,7 @@ def multiply_few_rows(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan
     along = 0 if bias_strides[1] == 0 else 1 if bias_strides[0] == 0 else 2
     out, added = Block(OUT), Block(OUT if bias is None else BIAS)
     elements = x.rows * w.rows
-    total = recipe.reserve(plan.words * elements, torch.int64, zeros=True) if plan.words else out
+    total = recipe.reserve(plan.words * elements, torch.int64, ZEROS) if plan.words else out
     recipe.launch(
         product_kernel, triton.cdiv(w.rows, plan.bm) * triton.cdiv(padded, plan.span),
         w.block, w_exponents, general, w.rows, w.stride_r, w.stride_k,

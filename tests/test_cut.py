@@ -128,7 +128,7 @@ for capability in (80, 90):
         for balance in ("weight", "gradient"):
             a, b = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype)
             recipe = cut_kernels.prepare(a, b, None, window, balance, words, 2, 1, True).recipe
-            recipe.warm((dtype, dtype, None, dtype, torch.uint8, torch.uint8, torch.int16))
+            recipe.warm((dtype, dtype, None, dtype, torch.uint8, torch.uint8, torch.uint8, torch.int16))
             compiled += len(recipe.launches)
             plans.append(recipe.plan)
     assert capability == 80 or {(p.specialised, p.swap, p.words) for p in plans} == {(True, False, 0), (False, True, 1), (False, True, 0)}
