@@ -620,7 +620,7 @@ class Replay:
 
     def __init__(self, recipe: Recipe, out: Tensor):
         self.recipe, self.index, self.launches = recipe, out.get_device(), recipe.steps()
-        self.device, self.shape, self.strides, self.dtype = out.device, out.shape, out.stride(), out.dtype
+        self.device, self.shape, self.strides, self.dtype = out.device, tuple(out.shape), tuple(out.stride()), out.dtype
         self.work, self.zeros, self.gates = ((recipe.sizes[buffer],) for buffer in (WORK, ZEROS, GATES))
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
