@@ -53,13 +53,24 @@ def _job(compile):
 
 
 def compile_kernel(settings, kind, place, given, target, options, environment) -> None:
-    """Compile one kernel into Triton's cache, as a process with these settings of Triton's would."""
+    """Compile one kernel and the C function that launches it into Triton's cache, as a process with these
+    settings of Triton's would."""
     from triton.compiler.compiler import compile, get_cache_invalidating_env_vars
 
     with _settings_of_another(settings):
         if get_cache_invalidating_env_vars() == environment:
             kernel = getattr(importlib.import_module(place[0]), place[1])
-            compile(kind(kernel, *given), target=target, options=options, _env_vars=environment)
+            compiled = compile(kind(kernel, *given), target=target, options=options, _env_vars=environment)
+            _build_launcher(compiled)
+
+
+def _build_launcher(compiled) -> None:
+    """Let a C compiler build a kernel's launcher, for which its first launch would wait: a matter of half a
+    second each. Checked on Triton 3.6; where another version does it otherwise, the launch does it."""
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _triton_settings():
