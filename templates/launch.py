@@ -164,24 +164,6 @@ def maxima_tile(k: int, side_by_side: bool) -> Tile:
     return Tile(rows, columns, 4 if columns * rows <= 4096 else 8, steps if k <= 8192 else 4)
 
 
-# Whether quantisation's dependent stages share a launch, where they can.
-STAGED = True
-
-
-def staged_maxima(k: int) -> bool:
-    """Whether the maxima of rows of k elements are found in the launch that needs them: of those
-    that are one program's."""
-    return STAGED and k <= 8192
-
-
-def staged_maxima_tile(k: int, side_by_side: bool, warps: int) -> Tile:
-    """As `maxima_tile`, in a launch of so many warps a program: at most 32 elements a thread."""
-    if side_by_side:
-        return Tile(16, 64 * warps, warps)
-    columns = next((width for width in (64, 256) if k <= width), 1024)
-    return Tile(4096 // columns, columns, warps)
-
-
 def exponents_tile(rows: int, side_by_side: bool) -> Tile:
     """Of balanced rows: an atomic for every `steps` blocks of one."""
     if not side_by_side:

@@ -28,7 +28,6 @@ from carbon_compile.templates.elsewhere import Elsewhere
 from carbon_compile.templates.matmul import empty
 from carbon_compile.templates.matmul_recipe import (
     BIAS,
-    GATES,
     OUT,
     WORK,
     ZEROS,
@@ -621,7 +620,7 @@ class Replay:
     def __init__(self, recipe: Recipe, out: Tensor):
         self.recipe, self.index, self.launches = recipe, out.get_device(), recipe.steps()
         self.device, self.shape, self.strides, self.dtype = out.device, tuple(out.shape), tuple(out.stride()), out.dtype
-        self.work, self.zeros, self.gates = ((recipe.sizes[buffer],) for buffer in (WORK, ZEROS, GATES))
+        self.work, self.zeros = ((recipe.sizes[buffer],) for buffer in (WORK, ZEROS))
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product of operands with the same signature; None where it cannot be replayed."""
@@ -631,37 +630,19 @@ class Replay:
         stream = _current_stream(index)
         out = _empty(self.shape, self.strides, self.dtype)
         work = _empty(self.work, (1,), torch.uint8)
-        at = [a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), work.data_ptr(), 0, 0]
+        at = [a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), work.data_ptr(), 0]
         if bias is not None:
             at[BIAS] = bias.data_ptr()
         if self.zeros[0]:
             zeros = torch.zeros(self.zeros, dtype=torch.uint8, device=self.device)
             at[ZEROS] = zeros.data_ptr()
-        if self.gates[0]:
-            gates = self._gates(stream)
-            at[GATES] = gates.data_ptr()
-        if (at[OUT] | at[WORK] | at[ZEROS] | at[GATES]) & 15:
+        if (at[OUT] | at[WORK] | at[ZEROS]) & 15:
             return None  # an allocator of one's own
         for launch_again in self.launches:
             launch_again(at, stream)
         return out
 
-    def _gates(self, stream: int) -> Tensor:
-        """Counters at zero, where each product of a stream leaves them.
 
-        A captured product has its own, which its graph sets to zero: graphs of one stream may be
-        replayed on several at a time.
-        """
-        kept = None if _capturing() else _gates.get((self.index, stream))
-        if kept is None or kept.numel() < self.gates[0]:
-            kept = torch.zeros(self.gates, dtype=torch.uint8, device=self.device)
-            if not _capturing():
-                _gates[self.index, stream] = kept
-        return kept
-
-
-_gates: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _empty = host.empty_cuda()
-_capturing = torch.cuda.is_current_stream_capturing
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -20,9 +20,9 @@ from triton import knobs
 from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, counters
-# that start as zeros and are zeros again afterwards, and what a cut product has from other ranks.
-A, B, BIAS, OUT, WORK, ZEROS, GATES, RECEIVED = range(8)
+# Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, and what
+# a cut product has from other ranks.
+A, B, BIAS, OUT, WORK, ZEROS, RECEIVED = range(7)
 
 _ALIGNMENT = 256  # of blocks within scratch: more than TMA or any vector load asks for
 # Launchers whose arguments were compared with `CompiledKernel.run`'s; others take the ordinary path.
@@ -83,7 +83,7 @@ class Recipe:
         self.quantising = 0  # how many of them make digits
         self.plan = None  # of the rest
         self.product = None  # what that was chosen by, if it was: m, n, padded k, window, batch, engine
-        self.sizes = {WORK: 0, ZEROS: 0, GATES: 0}
+        self.sizes = {WORK: 0, ZEROS: 0}
         self._compiled: dict[int, Callable] = {}  # by the number of the launch
 
     def reserve(self, length: int, dtype: torch.dtype, buffer: int = WORK) -> Block:
@@ -96,10 +96,10 @@ class Recipe:
         self.launches.append(Launch(kernel, grid, arguments, constants))
 
     def scratch(self, device) -> list[Tensor | None]:
-        """Fresh buffers WORK, ZEROS and GATES."""
+        """Fresh buffers WORK and ZEROS."""
         return [
             new(size, dtype=torch.uint8, device=device) if size else None
-            for size, new in zip(self.sizes.values(), (torch.empty, torch.zeros, torch.zeros), strict=True)
+            for size, new in zip(self.sizes.values(), (torch.empty, torch.zeros), strict=True)
         ]
 
     def run(self, buffers: Sequence[Tensor | None], launches: slice = slice(None)) -> None:

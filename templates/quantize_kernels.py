@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from carbon_compile.templates import launch
-from carbon_compile.templates.matmul_recipe import GATES, WORK, ZEROS, Block, Recipe
+from carbon_compile.templates.matmul_recipe import WORK, ZEROS, Block, Recipe
 from carbon_compile.templates.quantize import BEXPO_BUMP, DIGITS, EMPTY, EXPO_ZERO, POISON
 
 _BUMP = tl.constexpr(BEXPO_BUMP)
@@ -421,50 +421,13 @@ def _row_tile(base, r, start, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr
     return x
 
 
-# ---- stages of one launch ----
-# A launch costs a host more than most of these kernels cost a GPU, so what depends on all of an
-# earlier stage waits for it inside one kernel. Stages follow each other in the order of program
-# numbers, by which GPUs start programs: whoever waits does so for programs that have started
-# before and wait for no later one. Gates are counters that start at zero and end at zero.
-
-
-@triton.jit
-def _open(gate_ptr):
-    """What this program has stored is there for whoever passes the gate."""
-    tl.debug_barrier()  # all threads have stored, before the one that counts
-    tl.atomic_add(gate_ptr, 1, sem="acq_rel")
-
-
-@triton.jit
-def _pass(gate_ptr, programs):
-    """Wait for all programs of the stage before."""
-    while tl.atomic_add(gate_ptr, 0, sem="acquire") < programs:
-        pass
-
-
-@triton.jit
-def _leave(gate_ptr, programs, GATES: tl.constexpr):
-    """The last program of the last stage to leave resets the gates: nobody waits any more."""
-    """The last program of the last stage closes the gates behind it: nobody waits any more."""
-    if tl.atomic_add(gate_ptr + GATES, 1, sem="acquire") == programs - 1:
-        for i in tl.static_range(GATES + 1):
-            tl.store(gate_ptr + i, 0)
-
-
 @triton.jit(do_not_specialize=["steps"])
 def maxima_kernel(
     x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps,
     BR: tl.constexpr, BK: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude's bits of each row, over BK * steps elements a program."""
-    _maxima_of_rows(tl.program_id(0), x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps, BR, BK, ATOMIC)
-
-
-@triton.jit
-def _maxima_of_rows(
-    pid, x_ptr, out_ptr, R, K, stride_b, stride_r, stride_k, steps,
-    BR: tl.constexpr, BK: tl.constexpr, ATOMIC: tl.constexpr,
-):  # fmt: skip
+    pid = tl.program_id(0)
     spans = tl.cdiv(K, BK * steps)
     blocks = tl.cdiv(R, BR)
     span = pid % spans
@@ -633,52 +596,8 @@ def _quantize_rows_slowly(
     )
 
 
-@triton.jit(do_not_specialize=["maxima_programs"])
-def quantize_kernel(
-    a_ptr, a_digits, a_exponents, a_rows, a_all, a_stride_b, a_stride_r, a_stride_k,
-    b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
-    second_ptr, stride_keys, K, KP, gate_ptr, maxima_programs,
-    W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr,
-    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr,
-    STAGED: tl.constexpr, M_BR: tl.constexpr, M_BK: tl.constexpr,
-):  # fmt: skip
-    """Both operands of a product: first the programs of b, which may be few and long.
-
-    ALIKE operands differ in nothing that the code depends on, and share it. STAGED: before both,
-    programs that find the maxima of b's contraction indices, which the balance is made of.
-    """
-    if STAGED:
-        pid = tl.program_id(0)
-        if pid < maxima_programs:
-            _maxima_of_rows(
-                pid, b_ptr, second_ptr, K, b_rows, b_stride_b, b_stride_k, b_stride_r,
-                tl.cdiv(b_rows, M_BK), M_BR, M_BK, False,
-            )  # fmt: skip
-            _open(gate_ptr)
-        else:
-            _pass(gate_ptr, maxima_programs)
-            _quantize_both(
-                pid - maxima_programs,
-                a_ptr, a_digits, a_exponents, a_rows, a_all, a_stride_b, a_stride_r, a_stride_k,
-                b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
-                second_ptr, stride_keys, K, KP, W, D, MODE, ALIKE,
-                A_BR, A_BK, A_LOOP, A_SPREAD, B_BR, B_BK, B_LOOP, B_SPREAD,
-            )  # fmt: skip
-            _leave(gate_ptr, tl.num_programs(0) - maxima_programs, 1)
-    else:
-        _quantize_both(
-            tl.program_id(0),
-            a_ptr, a_digits, a_exponents, a_rows, a_all, a_stride_b, a_stride_r, a_stride_k,
-            b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
-            second_ptr, stride_keys, K, KP, W, D, MODE, ALIKE,
-            A_BR, A_BK, A_LOOP, A_SPREAD, B_BR, B_BK, B_LOOP, B_SPREAD,
-        )  # fmt: skip
-
-
 @triton.jit
-def _quantize_both(
-    pid,
+def quantize_kernel(
     a_ptr, a_digits, a_exponents, a_rows, a_all, a_stride_b, a_stride_r, a_stride_k,
     b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
     second_ptr, stride_keys, K, KP,
@@ -686,6 +605,11 @@ def _quantize_both(
     A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr,
     B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr,
 ):  # fmt: skip
+    """Both operands of a product: first the programs of b, which may be few and long.
+
+    ALIKE operands differ in nothing that the code depends on, and share it.
+    """
+    pid = tl.program_id(0)
     of_b = pid < b_programs
     if ALIKE:
         _quantize_rows(
@@ -728,24 +652,12 @@ def tokens_kernel(
 ):  # fmt: skip
     """Of a weight's gradient: the balance d of BK tokens. Clears `largest` on the way, for
     `exponents_kernel`: a launch of its own would cost more."""
-    _balance_tokens(
-        tl.program_id(0), tl.num_programs(0), a_ptr, b_ptr, d_ptr, largest_ptr, K,
-        a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k, BK, BR, ZB,
-    )  # fmt: skip
-
-
-@triton.jit
-def _balance_tokens(
-    pid, programs, a_ptr, b_ptr, d_ptr, largest_ptr, K,
-    a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k,
-    BK: tl.constexpr, BR: tl.constexpr, ZB: tl.constexpr,
-):  # fmt: skip
-    k = pid * BK + tl.arange(0, BK)
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
     first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
     second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
     tl.store(d_ptr + k, _between(first, second), mask=k < K)
     rows = a_rows + b_rows
-    for start in range(pid * ZB, rows, programs * ZB):
+    for start in range(tl.program_id(0) * ZB, rows, tl.num_programs(0) * ZB):
         r = start + tl.arange(0, ZB)
         tl.store(largest_ptr + r, tl.zeros((ZB,), tl.int32), mask=r < rows)
 
@@ -820,20 +732,7 @@ def exponents_kernel(
 ):  # fmt: skip
     """Raise the largest exponent, counted from EMPTY, of each row of a balanced by d and of b by -d,
     to that of BK * steps elements a program."""
-    _raise_both(
-        tl.program_id(0), a_ptr, a_largest, a_rows, a_stride_r, a_stride_k, a_steps,
-        b_ptr, b_largest, b_rows, b_stride_r, b_stride_k, b_steps, b_programs,
-        d_ptr, K, ALIKE, A_BR, A_BK, B_BR, B_BK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _raise_both(
-    pid, a_ptr, a_largest, a_rows, a_stride_r, a_stride_k, a_steps,
-    b_ptr, b_largest, b_rows, b_stride_r, b_stride_k, b_steps, b_programs,
-    d_ptr, K, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
-):  # fmt: skip
+    pid = tl.program_id(0)
     of_b = pid < b_programs
     if ALIKE:
         _raise_exponents(
@@ -892,21 +791,7 @@ def digits_kernel(
     A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
 ):  # fmt: skip
     """Digits of both operands of a weight's gradient, a tile a program."""
-    _digits_of_both(
-        tl.program_id(0), a_ptr, a_largest, a_digits, a_exponents, a_rows, a_stride_r, a_stride_k,
-        b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, b_programs,
-        d_ptr, K, KP, W, D, ALIKE, A_BR, A_BK, B_BR, B_BK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _digits_of_both(
-    pid, a_ptr, a_largest, a_digits, a_exponents, a_rows, a_stride_r, a_stride_k,
-    b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, b_programs,
-    d_ptr, K, KP,
-    W: tl.constexpr, D: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
-):  # fmt: skip
+    pid = tl.program_id(0)
     of_b = pid < b_programs
     if ALIKE:
         _digits_of_tile(
@@ -926,46 +811,6 @@ def _digits_of_both(
             pid - b_programs, a_ptr, a_largest, a_digits, a_exponents, a_rows,
             a_stride_r, a_stride_k, d_ptr, K, KP, 1, W, D, A_BR, A_BK,
         )  # fmt: skip
-
-
-_COUNTS = ["a_steps", "b_steps", "raising_b", "digits_b", "token_programs", "raising_programs"]
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def gradient_kernel(
-    a_ptr, a_largest, a_digits, a_exponents, a_rows, a_stride_r, a_stride_k, a_steps,
-    b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, b_steps,
-    d_ptr, gate_ptr, K, KP, token_programs, raising_b, raising_programs, digits_b,
-    W: tl.constexpr, D: tl.constexpr, T_BK: tl.constexpr, T_BR: tl.constexpr, ZB: tl.constexpr,
-    E_ALIKE: tl.constexpr, EA_BR: tl.constexpr, EA_BK: tl.constexpr, EB_BR: tl.constexpr, EB_BK: tl.constexpr,
-    D_ALIKE: tl.constexpr, DA_BR: tl.constexpr, DA_BK: tl.constexpr, DB_BR: tl.constexpr, DB_BK: tl.constexpr,
-):  # fmt: skip
-    """`tokens_kernel`, `exponents_kernel` and `digits_kernel` as stages of one launch. The largest
-    exponents of b's rows lie behind those of a's."""
-    pid = tl.program_id(0)
-    if pid < token_programs:
-        _balance_tokens(
-            pid, token_programs, a_ptr, b_ptr, d_ptr, a_largest, K,
-            a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k, T_BK, T_BR, ZB,
-        )  # fmt: skip
-        _open(gate_ptr)
-    elif pid < token_programs + raising_programs:
-        _pass(gate_ptr, token_programs)
-        _raise_both(
-            pid - token_programs, a_ptr, a_largest, a_rows, a_stride_r, a_stride_k, a_steps,
-            b_ptr, b_largest, b_rows, b_stride_r, b_stride_k, b_steps, raising_b,
-            d_ptr, K, E_ALIKE, EA_BR, EA_BK, EB_BR, EB_BK,
-        )  # fmt: skip
-        _open(gate_ptr + 1)
-    else:
-        _pass(gate_ptr + 1, raising_programs)
-        _digits_of_both(
-            pid - token_programs - raising_programs,
-            a_ptr, a_largest, a_digits, a_exponents, a_rows, a_stride_r, a_stride_k,
-            b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, digits_b,
-            d_ptr, K, KP, W, D, D_ALIKE, DA_BR, DA_BK, DB_BR, DB_BK,
-        )  # fmt: skip
-        _leave(gate_ptr, tl.num_programs(0) - token_programs - raising_programs, 2)
 
 
 def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Operand:
@@ -1002,30 +847,22 @@ def quantize(
     if balance == "gradient":
         return _quantize_gradient(recipe, a, b, window)
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
+    second = qb.exponents if transposed is None else maxima(recipe, transposed)
     warps = launch.rows_warps(a.side_by_side)
     tiles = [launch.rows_tile(x.rows, x.k, x.side_by_side, warps) for x in (a, b)]
     programs = [
         x.batch * triton.cdiv(x.rows, tile.rows) for x, tile in zip((a, b), tiles, strict=True)
     ]
-    gate, maxima_programs, block = qb.exponents, 0, launch.Tile(0, 0, warps)
-    staged = transposed is not None and launch.staged_maxima(transposed.k)
-    if staged:
-        gate = recipe.reserve(2, torch.int32, GATES)
-        second = recipe.reserve(transposed.batch * transposed.rows, torch.int32)
-        block = launch.staged_maxima_tile(transposed.k, transposed.side_by_side, warps)
-        maxima_programs = transposed.batch * triton.cdiv(transposed.rows, block.rows)
-    else:
-        second = qb.exponents if transposed is None else maxima(recipe, transposed)
     recipe.launch(
-        quantize_kernel, maxima_programs + sum(programs),
+        quantize_kernel, sum(programs),
         a.block, qa.digits, qa.exponents, a.rows, qa.all_rows, a.stride_b, a.stride_r, a.stride_k,
         b.block, qb.digits, qb.exponents, b.rows, qb.all_rows, b.stride_b, b.stride_r, b.stride_k,
-        programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded, gate, maxima_programs,
+        programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded,
         W=window, D=DIGITS[window], MODE=BALANCES[balance],
         ALIKE=tiles[0] == tiles[1] and a.like(b),
         A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns, A_SPREAD=a.crooked,
         B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns, B_SPREAD=b.crooked,
-        STAGED=staged, M_BR=block.rows, M_BK=block.columns, num_warps=warps, **launch.STRICT,
+        num_warps=warps, **launch.STRICT,
     )  # fmt: skip
     return qa, qb
 
@@ -1033,27 +870,12 @@ def quantize(
 def _quantize_gradient(
     recipe: Recipe, a: Operand, b: Operand, window: int
 ) -> tuple[Digits, Digits]:
-    """Two reads of both operands: tokens for balance and exponents, then tiles for digits. One
-    launch where all of it takes as many warps."""
+    """Two reads of both operands: tokens for balance and exponents, then tiles for digits."""
     qa, qb = _reserve(recipe, a, window), _reserve(recipe, b, window)
     d = recipe.reserve(a.k, torch.int32)
     largest = recipe.reserve(a.rows + b.rows, torch.int32)
     each = _parts(largest, a, b)
     block = launch.TOKENS_TILE
-    raising, digits = _raising(a, b), _digit_tiles(a, b, qa.padded)
-    if launch.STAGED and block.warps == raising.warps == digits.warps:
-        tokens = triton.cdiv(a.k, block.rows)
-        recipe.launch(
-            gradient_kernel, tokens + sum(raising.programs) + sum(digits.programs),
-            a.block, each[0], qa.digits, qa.exponents, a.rows, a.stride_r, a.stride_k, raising.steps[0],
-            b.block, each[1], qb.digits, qb.exponents, b.rows, b.stride_r, b.stride_k, raising.steps[1],
-            d, recipe.reserve(3, torch.int32, GATES), a.k, qa.padded,
-            tokens, raising.programs[1], sum(raising.programs), digits.programs[1],
-            W=window, D=DIGITS[window], T_BK=block.rows, T_BR=block.columns, ZB=128,
-            **raising.constants("E", "EA", "EB"), **digits.constants("D", "DA", "DB"),
-            num_warps=block.warps, **launch.STRICT,
-        )  # fmt: skip
-        return qa, qb
     recipe.launch(
         tokens_kernel, triton.cdiv(a.k, block.rows), a.block, b.block, d, largest, a.k,
         a.rows, a.stride_r, a.stride_k, b.rows, b.stride_r, b.stride_k,
@@ -1073,12 +895,10 @@ class _Tiling(NamedTuple):
     warps: int
     alike: bool  # one code for both
 
-    def constants(self, both: str = "", a: str = "A", b: str = "B") -> dict:
-        """By the names of a kernel's parameters, whose prefixes these are."""
-        names = {f"{both}_ALIKE" if both else "ALIKE": self.alike}
-        for prefix, block in zip((a, b), self.blocks, strict=True):
-            names[f"{prefix}_BR"], names[f"{prefix}_BK"] = block
-        return names
+    def constants(self) -> dict:
+        """By the names of a kernel's parameters."""
+        (a_br, a_bk), (b_br, b_bk) = self.blocks
+        return {"ALIKE": self.alike, "A_BR": a_br, "A_BK": a_bk, "B_BR": b_br, "B_BK": b_bk}
 
 
 def _raising(a: Operand, b: Operand) -> _Tiling:

@@ -119,7 +119,7 @@ class _Trial:
 
     def microseconds(self, device):
         """The median of some runs, or None where the plan doesn't fit the GPU."""
-        work, zeros, _ = self.recipe.scratch(device)
+        work, zeros = self.recipe.scratch(device)
         out = torch.empty(self.product.batch * self.product.m * self.product.n, dtype=self.out, device=device)
         buffers = {A: None, B: None, BIAS: None, OUT: out, WORK: work.random_(0, 256), ZEROS: zeros}
         for operand in self.operands:

@@ -588,7 +588,7 @@ def test_quantisation_in_the_interpreter():
         [sys.executable, "-m", "tests.quantize_checks"], env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert run.stdout == "60 equal\n", run.stdout + run.stderr[-3000:]
+    assert run.stdout == "30 equal\n", run.stdout + run.stderr[-3000:]
 
 
 OFFLINE = """
@@ -952,10 +952,8 @@ def test_gpu_products_of_a_bfloat16_transformer(window):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", WINDOWS)
-def test_gpu_stages_of_one_launch(window, monkeypatch):
-    """More programs than a GPU holds, on two streams at once, and in graphs: the bits of launches of their own and of
-    the CPU, and counters that end at zero."""
-    from carbon_compile.templates import matmul_kernels
+def test_gpu_streams_and_graphs(window):
+    """Prepared products on two streams at once, and in graphs: the bits of the first call and of the CPU."""
 
     x, w, dy = wild(4096, 384).bfloat16(), wild(1536, 384, seed=1).bfloat16(), wild(4096, 1536, seed=2).bfloat16()
     p, v = wild(24, 512, 512, seed=3), wild(24, 512, 64, seed=4).bfloat16()
@@ -969,13 +967,10 @@ def test_gpu_stages_of_one_launch(window, monkeypatch):
         return [(exact_mm if a.dim() == 2 else exact_bmm)(a, b, window=window, balance=balance, out_dtype=torch.bfloat16) for a, b, balance in cases]
 
     launch.prepared.clear()
-    monkeypatch.setattr(launch, "STAGED", False)
     want = products()
     for a, b, balance in cases[3:]:
         on_cpu = (exact_mm if a.dim() == 2 else exact_bmm)(a.cpu(), b.cpu(), window=window, balance=balance, out_dtype=torch.bfloat16)
         assert any(same(on_cpu, x.cpu()) for x in want)
-    launch.prepared.clear()
-    monkeypatch.setattr(launch, "STAGED", True)
     got = [products() for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     for stream in streams:
@@ -994,9 +989,6 @@ def test_gpu_stages_of_one_launch(window, monkeypatch):
         graph.replay()
     got.append(captured)
     assert all(same(x, y) for row in got for x, y in zip(row, want, strict=True))
-    if launch.prepared:  # else nothing is replayed, so no counters are kept
-        assert len(matmul_kernels._gates) >= 3
-    assert not any(kept.any() for kept in matmul_kernels._gates.values())
 
 
 def test_compiled_code_calls_products_directly():
