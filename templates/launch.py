@@ -440,17 +440,21 @@ def column_exponents_tile(side_by_side: bool) -> Tile:
 _KEYS_COLUMNS = 128
 
 
-def keys_plan(m: int, n: int, k: int, window: int, hw: Hardware, engine: str = "int8") -> Plan | None:
+def keys_plan(
+    m: int, n: int, k: int, window: int, hw: Hardware, engine: str = "int8", side_by_side: bool = True
+) -> Plan | None:
     """The plan of balance "keys" whose first operand is quantised in registers, or None.
 
     Of as many columns as one tile has: others would quantise the first operand again. X3 keeps five
-    accumulators and multiplies nine times what it loads: that has not been timed.
+    accumulators and multiplies nine times what it loads: that has not been timed. `side_by_side`: a
+    row's elements are neighbours; else its columns are read, of which wider tiles take whole lines.
     """
     padded = padded_contraction(k)
     if engine != "int8" or window != 16 or n > _KEYS_COLUMNS or m < 64 or padded > SPAN_LIMIT[window] or hw.capability < (8, 0):
         return None
     bn = max(16, _power_of_two(n))
-    return Plan(64, bn, 64, 4 if bn <= 64 else 8, 2, joint=True, streamed=True, span=padded)
+    bk, stages = (64, 3) if side_by_side else (min(128, padded), 2)
+    return Plan(64, bn, bk, 4 if bn <= 64 else 8, stages, joint=True, streamed=True, span=padded)
 
 
 def exponents_width(k: int, plan: Plan) -> int:

@@ -478,7 +478,9 @@ def prepare(
     recipe = Recipe()
     batch = a.shape[0] if a.dim() == 3 else 1
     if plan is None and balance == "keys":
-        plan = launch.keys_plan(a.shape[-2], b.shape[-1], a.shape[-1], window, launch.hardware(device or a.device), engine)
+        plan = launch.keys_plan(
+            a.shape[-2], b.shape[-1], a.shape[-1], window, launch.hardware(device or a.device), engine, a.stride(-1) == 1
+        )  # fmt: skip
     if plan is None:
         m, n = a.shape[-2], b.shape[-1]
         product = (*((n, m) if transposed else (m, n)), launch.padded_contraction(a.shape[-1]), window, batch)

@@ -65,6 +65,10 @@ def test_plans():
     plan = launch.keys_plan(512, 64, 512, 16, H100)
     assert plan.streamed and plan.bn == 64 and plan.span == 512
     assert launch.keys_plan(512, 100, 512, 16, H100).bn == 128
+    assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 64, 4, 3)
+    plan = launch.keys_plan(512, 64, 512, 16, H100, side_by_side=False)
+    assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 128, 4, 2)
+    assert launch.keys_plan(512, 64, 60, 16, H100, side_by_side=False).bk == 64
     for other in (
         launch.keys_plan(512, 129, 512, 16, H100), launch.keys_plan(16, 64, 512, 16, H100),
         launch.keys_plan(512, 64, 512, 24, H100), launch.keys_plan(512, 64, 512, 16, H100, "bf16"),
