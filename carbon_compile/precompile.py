@@ -70,15 +70,15 @@ def _product(node):
 
 
 def _column_sum(node):
-    """(device, g, x, mean, types of the results) of a node that sums columns on CUDA, with known sizes, else None."""
+    """(device, g, h, types of the results) of a node that sums columns on CUDA, with known sizes, else None."""
     types = _SUMS.get(str(node.target)) if node.op == "call_function" else None
     if types is None:
         return None
-    g, x, mean = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (*node.args[:3], None, None)][:3]
-    tensors = [t for t in (g, x) if t is not None]
+    g, h = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (*node.args, None)][:2]
+    tensors = [t for t in (g, h) if t is not None]
     if g.device.type != "cuda" or not all(_known(t) and t.stride(1) == 1 for t in tensors):
         return None
-    return (g.device, _bare(g), _bare(x), _bare(mean), *(node.kwargs.get(name) for name in types))
+    return (g.device, _bare(g), _bare(h), *(node.kwargs.get(name) for name in types))
 
 
 _SUMS = {

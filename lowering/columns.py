@@ -72,10 +72,6 @@ def _rows(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _dense(statistic):
-    return None if statistic is None else statistic.contiguous()
-
-
 def _column_sum(x, *, dtype):
     if not _in_one_kernel(x):
         return P.squeeze(P.sum_of_graph(x, [0], dtype), [0])
@@ -84,25 +80,24 @@ def _column_sum(x, *, dtype):
     return column_sums.column_sum(_rows(x), dtype)
 
 
-def _scale_gradient_of_graph(g, x, mean, rstd, dtype):
-    h = P.mul(x if mean is None else P.sub(x, mean[:, None]), rstd[:, None])
+def _scale_gradient_of_graph(g, h, dtype):
     return P.squeeze(P.sum_of_graph(P.mul(g, h), [0], dtype), [0])
 
 
-def _norm_gradients(g, x, mean, rstd, *, weight, bias):
-    if not _in_one_kernel(g, x):
-        return _scale_gradient_of_graph(g, x, mean, rstd, weight), _column_sum(g, dtype=bias)
+def _norm_gradients(g, h, *, weight, bias):
+    if not _in_one_kernel(g, h):
+        return _scale_gradient_of_graph(g, h, weight), _column_sum(g, dtype=bias)
     from ..templates import column_sums
 
-    return column_sums.norm_gradients(_rows(g), _rows(x), _dense(mean), _dense(rstd), weight, bias)
+    return column_sums.norm_gradients(_rows(g), _rows(h), weight, bias)
 
 
-def _scale_gradient(g, x, mean, rstd, *, dtype):
-    if not _in_one_kernel(g, x):
-        return _scale_gradient_of_graph(g, x, mean, rstd, dtype)
+def _scale_gradient(g, h, *, dtype):
+    if not _in_one_kernel(g, h):
+        return _scale_gradient_of_graph(g, h, dtype)
     from ..templates import column_sums
 
-    return column_sums.norm_gradients(_rows(g), _rows(x), _dense(mean), _dense(rstd), dtype, None)[0]
+    return column_sums.norm_gradients(_rows(g), _rows(h), dtype, None)[0]
 
 
 def _define(schema, implementation, fake):
@@ -118,12 +113,12 @@ COLUMN_SUM = _define(
     lambda x, *, dtype: x.new_empty(x.shape[1], dtype=dtype),
 )  # fmt: skip
 SCALE_GRADIENT = _define(
-    "norm_scale_gradient(Tensor g, Tensor x, Tensor? mean, Tensor rstd, *, ScalarType dtype) -> Tensor", _scale_gradient,
-    lambda g, x, mean, rstd, *, dtype: g.new_empty(g.shape[1], dtype=dtype),
+    "norm_scale_gradient(Tensor g, Tensor h, *, ScalarType dtype) -> Tensor", _scale_gradient,
+    lambda g, h, *, dtype: g.new_empty(g.shape[1], dtype=dtype),
 )  # fmt: skip
 NORM_GRADIENTS = _define(
-    "norm_gradients(Tensor g, Tensor x, Tensor? mean, Tensor rstd, *, ScalarType weight, ScalarType bias) -> (Tensor, Tensor)", _norm_gradients,
-    lambda g, x, mean, rstd, *, weight, bias: (g.new_empty(g.shape[1], dtype=weight), g.new_empty(g.shape[1], dtype=bias)),
+    "norm_gradients(Tensor g, Tensor h, *, ScalarType weight, ScalarType bias) -> (Tensor, Tensor)", _norm_gradients,
+    lambda g, h, *, weight, bias: (g.new_empty(g.shape[1], dtype=weight), g.new_empty(g.shape[1], dtype=bias)),
 )  # fmt: skip
 
 

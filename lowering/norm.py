@@ -99,16 +99,11 @@ def normalize_by_backward(g, x, rstd, weight):
 def normalize_scale_backward(g, x, mean, rstd, weight):
     """dw: g h summed to the shape of the weight."""
     lead = x.dim() - weight.dim()
-    if g.shape == x.shape and x.shape[lead:] == weight.shape and _by_row(x, lead, rstd) and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, x)):
-        g, x = (columns.as_matrix(t, lead) for t in (g, x))
-        mean, rstd = (t if t is None else t.reshape(-1) for t in (mean, rstd))
-        return columns.SCALE_GRADIENT(g, x, mean, rstd, dtype=weight.dtype).reshape(weight.shape)
-    return _sum_to(P.mul(g, _standard(x, mean, rstd)), weight)
-
-
-def _by_row(x, lead, rstd):
-    """Whether statistics are one number for each index of the first `lead` dimensions."""
-    return rstd.dim() == x.dim() and all(rstd.shape[d] == (n if d < lead else 1) for d, n in enumerate(x.shape))
+    h = _standard(x, mean, rstd)  # in a joint graph that which dx takes: a backward pass needs h, and not x too
+    if g.shape == h.shape and h.shape[lead:] == weight.shape and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, h)):
+        g, h = (columns.as_matrix(t, lead) for t in (g, h))
+        return columns.SCALE_GRADIENT(g, h, dtype=weight.dtype).reshape(weight.shape)
+    return _sum_to(P.mul(g, h), weight)
 
 
 @compose("normalize_shift_backward(Tensor g, Tensor bias) -> Tensor", "3")

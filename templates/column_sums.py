@@ -1,8 +1,8 @@
 """Exact sums of the columns of a matrix (contract section 3), two launches on a GPU.
 
 Computes     bias_j   = the exact sum of g_ij over rows i
-             weight_j = the exact sum of g_ij h_ij, h_ij = (x_ij - mean_i) rstd_i, binary32, rounded
-                        after each operation: a norm's gradients. Either, or both in one pass
+             weight_j = the exact sum of g_ij h_ij, each product rounded to binary32: a norm's
+                        gradients, h its input in standard units. Either, or both in one pass
 Order        none: the largest magnitude and an integer sum
 Invariant to tiles, splits, threads, devices, strides
 Rounds at    each operation on operands; each term, to 38 bits below the largest magnitude; the
@@ -27,8 +27,8 @@ from carbon_compile.templates.matmul_recipe import BIAS, OUT, WORK, A, B, Block,
 LIMIT = 1 << 18  # rows; with more, programs would read more largest magnitudes than elements
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# Buffers: g, x, mean, weight's gradient, scratch, none, rstd, bias's gradient.
-_G, _X, _MEAN, _WEIGHT, _RSTD, _BIAS = A, B, BIAS, OUT, 6, 7
+# Buffers: g, h, bias's gradient, weight's gradient, scratch.
+_G, _H, _BIAS, _WEIGHT = A, B, BIAS, OUT
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
@@ -36,8 +36,7 @@ _MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 
 @triton.jit
 def _tile(
-    g_ptr, x_ptr, mean_ptr, rstd_ptr, i, j, end, N, g_stride, x_stride,
-    SCALE: tl.constexpr, MEAN: tl.constexpr,
+    g_ptr, h_ptr, i, j, end, N, g_stride, h_stride, SCALE: tl.constexpr,
 ):  # fmt: skip
     """(g, g h) of rows i and columns j, 0 outside; without SCALE g twice."""
     present = (i < end)[:, None] & (j < N)[None, :]
@@ -45,10 +44,7 @@ def _tile(
     g = tl.load(g_ptr + row * g_stride + j[None, :], mask=present, other=0).to(tl.float32)
     product = g
     if SCALE:
-        h = tl.load(x_ptr + row * x_stride + j[None, :], mask=present, other=0).to(tl.float32)
-        if MEAN:
-            h = h - tl.load(mean_ptr + i, mask=i < end, other=0)[:, None]
-        product = g * (h * tl.load(rstd_ptr + i, mask=i < end, other=0)[:, None])
+        product = g * tl.load(h_ptr + row * h_stride + j[None, :], mask=present, other=0).to(tl.float32)
     return g, product
 
 
@@ -154,13 +150,13 @@ def _store(total, m, out_ptr, j, N):
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def maxima_kernel(
-    g_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, totals_ptr, arrived_ptr,
-    M, N, g_stride, x_stride, span, splits,
-    BM: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, MEAN: tl.constexpr,
+    g_ptr, h_ptr, keys_ptr, totals_ptr, arrived_ptr,
+    M, N, g_stride, h_stride, span, splits,
+    BM: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Keys [sums, splits, N] of slabs of `span` rows; zeros to the totals [sums, N] and arrivals.
 
-    Columns of g [M, N] (SHIFT) and of g h (SCALE) are summed; rows of g and x are contiguous.
+    Columns of g [M, N] (SHIFT) and of g h (SCALE) are summed; rows of g and h are contiguous.
     """
     tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0) % tiles
@@ -178,7 +174,7 @@ def maxima_kernel(
     bottom_h = bottom
     for i0 in range(start, end, BM):
         i = i0 + tl.arange(0, BM)
-        g, product = _tile(g_ptr, x_ptr, mean_ptr, rstd_ptr, i, j, end, N, g_stride, x_stride, SCALE, MEAN)
+        g, product = _tile(g_ptr, h_ptr, i, j, end, N, g_stride, h_stride, SCALE)
         if SHIFT:
             top, bottom = _widened(top, bottom, g)
         if SCALE:
@@ -192,9 +188,9 @@ def maxima_kernel(
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def terms_kernel(
-    g_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
-    M, N, g_stride, x_stride, span, splits,
-    BM: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, MEAN: tl.constexpr,
+    g_ptr, h_ptr, keys_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
+    M, N, g_stride, h_stride, span, splits,
+    BM: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The sums: of g to `bias_ptr` (SHIFT), of g h to `weight_ptr` (SCALE), [N] each."""
     tiles = tl.cdiv(N, BN)
@@ -218,7 +214,7 @@ def terms_kernel(
     lows_h = highs
     for step in range(0, steps):
         i = start + (steps - 1 - step) * BM + tl.arange(0, BM)
-        g, product = _tile(g_ptr, x_ptr, mean_ptr, rstd_ptr, i, j, end, N, g_stride, x_stride, SCALE, MEAN)
+        g, product = _tile(g_ptr, h_ptr, i, j, end, N, g_stride, h_stride, SCALE)
         if SHIFT:
             near, rest = _parts(g, power, high, low)
             highs += near
@@ -246,40 +242,38 @@ def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
 
     g: float32, bfloat16 or float16, as is `dtype`; 0 < M <= LIMIT, 0 < N; rows contiguous.
     """
-    return _run(g, None, None, None, None, dtype)[1]
+    return _run(g, None, None, dtype)[1]
 
 
-def norm_gradients(
-    g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: torch.dtype, bias: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
+def norm_gradients(g: Tensor, h: Tensor, weight: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Exact sums over rows of g h and, with a type `bias`, of g: ([N] in type `weight`, [N] in `bias` or None).
 
-    g and x [M, N], as in `column_sum`; mean and rstd: float32 [M], contiguous; h without a mean is x rstd.
+    g and h [M, N], as in `column_sum`, of equal or different types.
     """
-    return _run(g, x, mean, rstd, weight, bias)
+    return _run(g, h, weight, bias)
 
 
-def warmable(g: Tensor, x: Tensor | None, mean: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device):
+def warmable(g: Tensor, h: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device):
     """(recipe, types of its buffers) to compile before such a sum is launched on a device; meta tensors will do."""
-    recipe = _recipe(g, x, mean, weight is not None, bias is not None, device)
-    return recipe, (g.dtype, None if x is None else x.dtype, torch.float32, weight, None, None, torch.float32, bias)
+    recipe = _recipe(g, h, weight is not None, bias is not None, device)
+    return recipe, (g.dtype, None if h is None else h.dtype, bias, weight, None, None)
 
 
 _prepared: dict[tuple, Recipe] = {}
 _PREPARED = 4096
 
 
-def _run(g, x, mean, rstd, weight, bias):
-    buffers = [g, x, mean, None, None, None, rstd, None]
+def _run(g, h, weight, bias):
+    buffers = [g, h, None, None, None, None]
     n, device = g.shape[1], g.device
     if weight is not None:
         buffers[_WEIGHT] = torch.empty(n, dtype=weight, device=device)
     if bias is not None:
         buffers[_BIAS] = torch.empty(n, dtype=bias, device=device)
-    signature = (weight, bias, *((t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device()) for t in (g, x) if t is not None), mean is None)
+    signature = (weight, bias, *((t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device()) for t in (g, h) if t is not None))
     recipe = _prepared.get(signature)
     if recipe is None:
-        recipe = _recipe(g, x, mean, weight is not None, bias is not None)
+        recipe = _recipe(g, h, weight is not None, bias is not None)
     buffers[WORK] = torch.empty(recipe.sizes[WORK], dtype=torch.uint8, device=device)
     addresses = [0 if t is None else t.data_ptr() for t in buffers]
     aligned = not any(address & 15 for address in addresses[2:])
@@ -295,7 +289,7 @@ def _run(g, x, mean, rstd, weight, bias):
     return buffers[_WEIGHT], buffers[_BIAS]
 
 
-def _recipe(g, x, mean, scale, shift, device=None):
+def _recipe(g, h, scale, shift, device=None):
     """Both launches. What is absent is stood in for by g, and not touched."""
     (m, n), sums = g.shape, scale + shift
     plan = launch.column_sums_plan(m, n, scale, launch.hardware(device or g.device))
@@ -305,11 +299,10 @@ def _recipe(g, x, mean, scale, shift, device=None):
     totals = recipe.reserve(sums * n, torch.int64)
     arrived = recipe.reserve(tiles, torch.int32)
     g_block = Block(_G)
-    operands = [Block(_X), Block(_RSTD)] if scale else [g_block, g_block]
-    operands = [g_block, operands[0], Block(_MEAN) if mean is not None else g_block, operands[1]]
+    operands = [g_block, Block(_H) if scale else g_block]
     outputs = [Block(_WEIGHT) if scale else g_block, Block(_BIAS) if shift else g_block]
-    sizes = [m, n, g.stride(0), x.stride(0) if scale else 0, plan.span, splits]
-    flags = {"BM": plan.rows, "BN": plan.columns, "SHIFT": int(shift), "SCALE": int(scale), "MEAN": mean is not None}
+    sizes = [m, n, g.stride(0), h.stride(0) if scale else 0, plan.span, splits]
+    flags = {"BM": plan.rows, "BN": plan.columns, "SHIFT": int(shift), "SCALE": int(scale)}
     options = {**flags, "num_warps": plan.warps, **launch.STRICT}
     recipe.launch(maxima_kernel, tiles * splits, *operands, keys, totals, arrived, *sizes, **options)
     recipe.launch(terms_kernel, tiles * splits, *operands, keys, totals, arrived, *outputs, *sizes, **options)

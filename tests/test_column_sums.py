@@ -66,21 +66,22 @@ def compare_norms(device):
     from carbon_compile.templates import column_sums
 
     for rows, columns in ((3, 40), (300, 70)):
-        for g_type, x_type in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
-            g, x = matrix(rows, columns, g_type), matrix(rows, columns, x_type, 1)
-            x[:, 12:] = torch.randn(rows, columns - 12).to(x_type)
-            mean, rstd = x[:, 12:].float().mean(1), x[:, 12:].float().std(1).reciprocal()
+        for g_type, h_type in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
+            g, x = matrix(rows, columns, g_type), matrix(rows, columns, h_type, 1)
+            x[:, 12:] = torch.randn(rows, columns - 12).to(h_type)
+            mean, rstd = x[:, 12:].float().mean(1, True), x[:, 12:].float().std(1, keepdim=True).reciprocal()
             for average in (mean, None):
-                kept = None if average is None else average[:, None]
-                weight = norm.normalize_scale_backward(g, x, kept, rstd[:, None], torch.empty(columns, dtype=x_type))
+                h = norm._standard(x, average, rstd)
+                weight = norm.normalize_scale_backward(g, x, average, rstd, torch.empty(columns, dtype=h_type))
                 bias = norm.normalize_shift_backward(g, torch.empty(columns))
-                operands = [t if t is None else t.to(device) for t in (g, x, average, rstd)]
                 for bias_type in (torch.float32, None):
-                    found = column_sums.norm_gradients(*operands, x_type, bias_type)
+                    found = column_sums.norm_gradients(g.to(device), h.to(device), h_type, bias_type)
                     assert_bitwise(found[0].cpu(), weight)
                     assert (found[1] is None) == (bias_type is None)
                     if bias_type is not None:
                         assert_bitwise(found[1].cpu(), bias)
+            narrow = column_sums.norm_gradients(g.to(device), x.to(device), h_type, None)[0]  # h in any type is widened
+            assert_bitwise(narrow.cpu(), P.sum(P.mul(g.float(), x.float()), [0], dtype=h_type))
 
 
 def small_slabs():
@@ -168,8 +169,8 @@ def test_a_pair_in_any_order(first):
     from carbon_compile.lowering import columns
 
     class Sums(torch.nn.Module):
-        def forward(self, g, x, mean, rstd):
-            scale = lambda: torch.ops.carbon.norm_scale_gradient(g, x, mean, rstd, dtype=torch.float32) + 1.0  # noqa: E731
+        def forward(self, g, h):
+            scale = lambda: torch.ops.carbon.norm_scale_gradient(g, h, dtype=torch.float32) + 1.0  # noqa: E731
             shift = lambda: torch.ops.carbon.column_sum(g, dtype=torch.bfloat16) + 1.0  # noqa: E731
             if first == "column_sum":
                 b = shift() * 2.0
@@ -177,7 +178,7 @@ def test_a_pair_in_any_order(first):
             w = scale() * 2.0
             return w, shift()
 
-    inputs = matrix(300, 40, torch.float32), torch.randn(300, 40), torch.randn(300), torch.rand(300)
+    inputs = matrix(300, 40, torch.float32), torch.randn(300, 40)
     gm = torch.fx.symbolic_trace(Sums())
     expected = gm(*inputs)
     for node in gm.graph.nodes:  # as a final graph has them
@@ -217,8 +218,8 @@ for capability in (80, 90):
         for scale, shift in ((0, 1), (1, 0), (1, 1)):
             plan = launch.column_sums_plan(4096, 768, bool(scale), launch.hardware(None))
             g, f32, i32 = MockTensor(dtype), MockTensor(torch.float32), MockTensor(torch.int32)
-            operands, scratch, sizes = (g, g, f32, f32), (i32, MockTensor(torch.int64), i32), (4096, 768, 768, 768, plan.span, -(-4096 // plan.span))
-            options = {"BM": plan.rows, "BN": plan.columns, "SHIFT": shift, "SCALE": scale, "MEAN": True, "num_warps": plan.warps, "grid": (1,), **launch.STRICT}
+            operands, scratch, sizes = (g, f32), (i32, MockTensor(torch.int64), i32), (4096, 768, 768, 768, plan.span, -(-4096 // plan.span))
+            options = {"BM": plan.rows, "BN": plan.columns, "SHIFT": shift, "SCALE": scale, "num_warps": plan.warps, "grid": (1,), **launch.STRICT}
             column_sums.maxima_kernel.warmup(*operands, *scratch, *sizes, **options)
             terms = column_sums.terms_kernel.warmup(*operands, *scratch, g, g, *sizes, **options)
             ptx = terms.asm["ptx"]
@@ -254,17 +255,15 @@ from tests.offline import pretend
 
 registry.load()
 graph = torch.fx.Graph()
-g, x, mean, rstd = (graph.placeholder(name) for name in ("g", "x", "mean", "rstd"))
+g, h = (graph.placeholder(name) for name in ("g", "h"))
 nodes = [
     graph.call_function(columns.COLUMN_SUM, (g,), {"dtype": torch.float32}),
-    graph.call_function(columns.SCALE_GRADIENT, (g, x, None, rstd), {"dtype": torch.float32}),
-    graph.call_function(columns.NORM_GRADIENTS, (g, x, mean, rstd), {"weight": torch.float32, "bias": torch.bfloat16}),
+    graph.call_function(columns.SCALE_GRADIENT, (g, h), {"dtype": torch.float32}),
+    graph.call_function(columns.NORM_GRADIENTS, (g, h), {"weight": torch.float32, "bias": torch.bfloat16}),
 ]
 with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-    for node in (g, x):
-        node.meta["val"] = torch.empty(4096, 768, device="cuda", dtype=torch.bfloat16)
-    for node in (mean, rstd):
-        node.meta["val"] = torch.empty(4096, device="cuda")
+    for node, dtype in ((g, torch.bfloat16), (h, torch.float32)):
+        node.meta["val"] = torch.empty(4096, 768, device="cuda", dtype=dtype)
 pretend(90)
 import contextlib
 from carbon_compile import host
