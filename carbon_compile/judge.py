@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import host
 from .diagnostics import Diagnostic, Policy, Report, locate, operator_name
-from .lowering import composites, registry
+from .lowering import composites, loss, registry, softmax
+from .recognise import TARGET_GRADIENTS, gradient_of_targets
 from .runlog import NodeRow
 from .verify import classify, is_host_arithmetic
 
@@ -27,6 +28,7 @@ class Judge(fx.Interpreter):
         self.report = Report(policy=policy)
         self.rows = []
         self.stock = set()
+        self._target_gradients = {}  # nodes that their rule expanded: what they were given
 
     def run_node(self, node):
         if node.op != "call_function" or is_host_arithmetic(node.target):
@@ -45,8 +47,19 @@ class Judge(fx.Interpreter):
         return result
 
     def _apply(self, node):
-        """The node's value, by its rule."""
-        return super().run_node(node)
+        """The node's value, by its rule, which may know more where it meets another's result."""
+        given = self.fetch_args_kwargs_from_env(node)[0] if node.target in TARGET_GRADIENTS else None
+        with softmax.gradient_sums(self._known_sum(node)):
+            result = super().run_node(node)
+        if given is not None:
+            self._target_gradients[node] = given
+        return result
+
+    def _known_sum(self, node):
+        """What gives the sum over classes of a cross-entropy's gradient; None at any other node."""
+        source, dtypes = gradient_of_targets(node) or (None, None)
+        given = self._target_gradients.get(source)
+        return None if given is None else lambda g: loss.sum_over_classes(g, dtypes, *given)
 
     def _refuse(self, node, code, reason):
         finding = Diagnostic.of(code, node, detail=reason if reason != "no rule" else "")

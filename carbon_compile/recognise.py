@@ -1,17 +1,22 @@
-"""Products whose partial results are summed over ranks, found in the joint graph (contract section 8).
+"""Nodes of the joint graph that are worth more together than each by its rule.
 
-A row-parallel layer, or the input gradient of a column-parallel one, is written as a product of what a
+**Products whose partial results are summed over ranks** (contract section 8). A row-parallel layer, or the input gradient of a column-parallel one, is written as a product of what a
 rank holds and an all-reduce of the results. Each partial result would be rounded before the sum, so
 the bits would depend on the number of ranks. Such a pair becomes one product cut by contraction, with
 the bits of the product of the whole operands. It tells how its weight is cut, so the other products
 of that weight (the layer's own, its input gradient, its weight gradient) follow: they exchange the
 maxima that their balance takes over the whole.
+
+**The gradient of a cross-entropy.** The derivative of log_softmax needs the sum of the incoming gradient over
+all classes; that of nll_loss is zero at every class but the target's. The sum is known without adding, so the
+gradient of the logits is pointwise.
 """
 
 import operator
 
 import torch
 
+from .lowering import prims as P
 from .lowering.collective import MM_CUT, _group, c10d, process_group
 
 MM = torch.ops.carbon.mm.default
@@ -132,3 +137,39 @@ def _transposed(graph, node, cut, group):
         whole = graph.call_function(_aten.clone.default, (back,), {"memory_format": torch.contiguous_format})
     back.meta = dict(node.meta)
     _replace(graph, node, whole)
+
+
+# --- the gradient of a cross-entropy --------------------------------------------------------------------
+
+TARGET_GRADIENTS = {_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default}
+_LOG_SOFTMAX_BACKWARD = _aten._log_softmax_backward_data.default
+_SAME = {_aten.clone.default, _aten.alias.default, _aten.detach.default}
+_CASTS = {_aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def gradient_of_targets(node):
+    """(nll_loss_backward's node, types it is cast to on the way) if `node` is a log_softmax's derivative over the
+    classes of exactly that gradient, seen through copies, casts and foldings of the dimensions after the classes.
+    None otherwise."""
+    if node.target is not _LOG_SOFTMAX_BACKWARD:
+        return None
+    source, dtypes = node.args[0], []
+    shape, dim = source.meta["val"].shape, node.args[2]
+    while source.target not in TARGET_GRADIENTS:
+        if source.op != "call_function" or source.meta["val"].dtype not in _FLOATS:
+            return None
+        if source.target in _CASTS:
+            dtypes.insert(0, source.meta["val"].dtype)
+        elif source.target not in _SAME | _SHAPES:
+            return None
+        source = source.args[0]
+    log_p, target = (argument.meta["val"] for argument in source.args[1:3])
+    classes = 0 if log_p.dim() == 1 else 1
+    kept = len(shape) > classes and all(P.provably(a == b) for a, b in zip(shape[: classes + 1], log_p.shape, strict=False))
+    if not kept or dim % len(shape) != classes or log_p.dtype not in _FLOATS:
+        return None
+    if target.dim() != log_p.dim() - 1 or target.dtype is not torch.int64:
+        return None
+    # A row of one dimension has nothing after the classes that could be folded.
+    return (source, dtypes) if classes or len(shape) == 1 else None

@@ -173,15 +173,37 @@ def nll_loss_backward(g, x, t, weight, reduction, ignore_index, total_weight):
     """-w[t] g at the target, 0 elsewhere. The mean's g is divided by the exact sum of the weights,
     computed anew because `total_weight` has been rounded to the type of x."""
     dim = _class_dim(x)
-    _, each = _targets(x, t, weight, ignore_index)
-    if reduction == MEAN:
-        g = P.div(g, P.sum(each))
-    value = select(aten.eq.Scalar(t, ignore_index), 0.0, P.mul(P.neg(each), g))
+    value = _target_gradient(g, x, t, weight, reduction, ignore_index)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
     classes = aten.arange.default(x.shape[dim], dtype=torch.int64, device=x.device).view(shape)
     hit = aten.eq.Tensor(classes, t.unsqueeze(dim))
     return P.cast(select(hit, value.unsqueeze(dim), 0.0), x.dtype)
+
+
+def _target_gradient(g, x, t, weight, reduction, ignore_index):
+    """The gradient of x at the targets, in binary32 and the shape of t."""
+    _, each = _targets(x, t, weight, ignore_index)
+    if reduction == MEAN:
+        g = P.div(g, P.sum(each))
+    return select(aten.eq.Scalar(t, ignore_index), 0.0, P.mul(P.neg(each), g))
+
+
+def sum_over_classes(total_of, dtypes, g, x, t, weight, reduction, ignore_index, total_weight):
+    """The sum over classes of what `nll_loss_backward` gives for the arguments from g on, without adding anything up.
+
+    All elements but the target's are +0, so section 3's sum is the target's gradient: an integer of 38 bits
+    holds its 24, whatever its exponent. A sum that is zero is +0, and a target outside the classes has none.
+
+    total_of: that gradient as it is summed: converted to `dtypes`, one after the other, and with the dimensions
+    after the classes folded in any way. The result is float32 and has its shape, with the class dimension as 1.
+    """
+    dim = _class_dim(x)
+    inside = aten.logical_and.default(aten.ge.Scalar(t, 0), aten.lt.Scalar(t, x.shape[dim]))
+    total = P.cast(select(inside, _target_gradient(g, x, t, weight, reduction, ignore_index), 0.0), x.dtype)
+    for dtype in dtypes:
+        total = P.cast(total, dtype)
+    return P.add(aten.reshape.default(P.f32(total), [*total_of.shape[:dim], 1, *total_of.shape[dim + 1 :]]), 0.0)
 
 
 # PyTorch unrolls these under autograd, so their rule without it is the same decomposition.

@@ -9,10 +9,28 @@ All in binary32, one rounding an operation, rounded once to the storage type. A 
 maximum or a NaN is NaN throughout, as in PyTorch.
 """
 
+import contextlib
+import contextvars
+
 import torch
 
 from . import prims as P
 from .registry import rule
+
+_sum_of = contextvars.ContextVar("carbon_sum_of_gradient", default=None)
+
+
+@contextlib.contextmanager
+def gradient_sums(sum_of):
+    """`aten._log_softmax_backward_data` takes sum(g) from `sum_of(g)` instead of adding g up.
+
+    sum_of: for a g of [..., C, ...], sum(g) over C by section 3, in float32, with C kept as 1; or None.
+    """
+    token = _sum_of.set(sum_of)
+    try:
+        yield
+    finally:
+        _sum_of.reset(token)
 
 
 def _parts(x, dim):
@@ -80,4 +98,6 @@ def log_softmax_backward(g, y, dim, dtype):
 
 
 def _log_softmax_backward(g, dim, y):
-    return P.sub(g, P.mul(P.exp(y), P.sum(g, [dim], True)))
+    sum_of = _sum_of.get()
+    total = P.sum(g, [dim], True) if sum_of is None else sum_of(g)
+    return P.sub(g, P.mul(P.exp(y), total))

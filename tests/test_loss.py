@@ -1,14 +1,21 @@
 """Losses: pinned formulas forward and backward, in every reduction, compiled as defined."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import carbon_compile
+from carbon_compile import host, runlog
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.lowering import loss as L
+from carbon_compile.lowering import prims as P
 from carbon_compile.lowering import registry
 
 from .definition import check_accuracy, check_compiled, compiled
+from .offline import printed
 
 registry.load()
 TYPES = [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)]
@@ -96,3 +103,194 @@ def test_extreme_logits():
     outputs, _ = check_compiled(function, inputs)
     for a, b in zip(outputs, function(*inputs), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
+
+
+# --- the gradient of a cross-entropy: the sum over classes is known without adding ----------------------
+
+TINY = 2.0**-149
+AWKWARD = (1.0, -0.7, 0.0, -0.0, TINY, -3 * TINY, 1e-39, 2.0**-126, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan, 1e-8, -65519.0, 6e-8)
+
+
+def bits(function, inputs, incoming):
+    """Results and gradients; the incoming gradients are the first of `incoming`, in the shape of each result."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    ys = function(*leaves)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    wanted = [t for t in leaves if t.requires_grad]
+    return *(t.detach() for t in ys), *torch.autograd.grad(ys, wanted, [incoming[: t.numel()].reshape(t.shape).to(t.dtype) for t in ys])
+
+
+def compiled_bits(function, inputs, incoming):
+    """(results and gradients, targets of the backward graph) of carbon's compiled code."""
+    torch._dynamo.reset()
+    graphs, compile_graph = [], host.compile_fx_inner
+
+    def look(gm, *args, **kwargs):
+        graphs.append([str(node.target) for node in gm.graph.nodes])
+        return compile_graph(gm, *args, **kwargs)
+
+    with mock.patch.object(host, "compile_fx_inner", look), torch._inductor.config.patch(force_disable_caches=True):
+        results = bits(torch.compile(function, backend="carbon", fullgraph=True), inputs, incoming)
+    return results, graphs[-1]
+
+
+def assert_same(ours, theirs):
+    """The same bits, zeros with their signs."""
+    assert_bitwise(ours, theirs)
+    zero = ours == 0
+    assert torch.equal(ours[zero].signbit(), theirs[zero].signbit())
+
+
+def check_sums(function, inputs, incoming=torch.tensor(AWKWARD), sums=0):
+    """Compiled code has the bits of eager code, which adds, and `sums` sums of many terms in its backward."""
+    ours, targets = compiled_bits(function, inputs, incoming)
+    left = [target for target in targets if "sum_of_" in target]
+    assert len(left) == sums, left
+    with carbon_compile.enable(seed=None):
+        theirs = bits(function, inputs, incoming)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b)
+
+
+def logits(*shape, dtype=torch.float32):
+    x = 3 * torch.randn(*shape)
+    x.view(-1)[::37] = -200.0  # probabilities that are zero
+    return x.to(dtype).requires_grad_()
+
+
+N, C = len(AWKWARD), 7
+LABELS = torch.tensor([0, 3, 6, 2] * 4)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("ignored", (-100, 3, 9))
+@pytest.mark.parametrize("weighted", (False, True))
+def test_cross_entropy_of_awkward_gradients(dtype, ignored, weighted):
+    labels = LABELS.clone()
+    labels[5] = ignored
+    weight = torch.tensor([1.0, 0.5, -0.0, 0.0, TINY, math.inf, -2.5]) if weighted else None
+    check_sums(lambda x, t: F.cross_entropy(x, t, weight, ignore_index=ignored, reduction="none"), [logits(N, C, dtype=dtype), labels])
+
+
+def test_reductions_of_awkward_gradients():
+    weight = torch.tensor([1.0, 0.5, 0.25, -0.0, 1e-39, 3.0, 7.0])
+
+    def losses(x, t):
+        return F.cross_entropy(x, t, reduction="sum") if SUM else F.cross_entropy(x, t, weight, ignore_index=6)
+
+    for SUM in (True, False):
+        function, x = torch.compile(losses, backend="carbon", fullgraph=True), logits(N, C, dtype=torch.bfloat16)
+        torch._dynamo.reset()
+        for value in AWKWARD:
+            with carbon_compile.enable(seed=None):
+                theirs = bits(losses, [x, LABELS], torch.tensor([value]))
+            for a, b in zip(bits(function, [x, LABELS], torch.tensor([value])), theirs, strict=True):
+                assert_same(a, b)
+
+
+def test_extreme_logits_with_awkward_gradients():
+    x = torch.randn(N, C)
+    x[0, 1], x[1], x[2, 2], x[3], x[4, 0], x[5, :3] = math.inf, -math.inf, math.nan, 1e38, -math.inf, 3e38
+    check_sums(lambda x, t: F.cross_entropy(x, t, reduction="none"), [x.requires_grad_(), LABELS])
+
+
+@pytest.mark.parametrize("shape", ((2, C, 8), (2, C, 2, 4), (1, C, 2, 2, 4), (C,)), ids=str)
+def test_classes_before_other_dimensions(shape):
+    labels = LABELS[: math.prod(shape) // C].view(shape[:1] + shape[2:] if len(shape) > 1 else ())
+    check_sums(lambda x, t: F.cross_entropy(x, t, ignore_index=2, reduction="none"), [logits(*shape), labels])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_cast_between_both(dtype):
+    """The gradient of nll_loss is rounded, to infinity or zero as it may be, before the derivative of log_softmax."""
+    check_sums(lambda x, t: F.nll_loss(F.log_softmax(x, 1), t, reduction="none").float(), [logits(N, C, dtype=dtype), LABELS])
+
+
+def test_sizes_that_change():
+    """Symbolic sizes, also that of the classes."""
+    loss = lambda x, t: F.cross_entropy(x, t)  # noqa: E731
+    function = torch.compile(loss, backend="carbon", fullgraph=True, dynamic=True)
+    for n, c in ((5, 11), (9, 8), (16, 33)):
+        inputs, incoming = [logits(n, c), torch.randint(0, c, (n,))], torch.tensor([-0.3])
+        with carbon_compile.enable(seed=None):
+            theirs = bits(loss, inputs, incoming)
+        for a, b in zip(bits(function, inputs, incoming), theirs, strict=True):
+            assert_same(a, b)
+
+
+def test_a_gradient_that_is_used_elsewhere():
+    function = lambda x, z, t: F.nll_loss(F.log_softmax(x, 1) + z, t, reduction="none")  # noqa: E731
+    check_sums(function, [logits(N, C), logits(N, C), LABELS])
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda x, t: F.nll_loss(F.log_softmax(x, 0), t, reduction="none"),  # sums over samples
+        lambda x, t: F.nll_loss(F.log_softmax(x.t(), 0).t(), t, reduction="none"),
+        lambda x, t: F.nll_loss(F.log_softmax(x, 1).exp(), t, reduction="none"),
+        lambda x, t: F.nll_loss(F.log_softmax(x.view(C, N), 1).view(N, C), t, reduction="none"),  # rows of others' classes
+        lambda x, t: F.nll_loss(F.log_softmax(x.view(N // 2, C, 2), 1).view(N, C), t, reduction="none"),
+        lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1, reduction="none"),
+        lambda x, t: (lambda y: (F.nll_loss(y, t, reduction="none"), y[:, 0] * 2))(F.log_softmax(x, 1)),
+    ),
+)
+def test_other_gradients_are_summed(function):
+    check_sums(function, [logits(N, C), LABELS], sums=1)
+
+
+def test_the_sum_of_one():
+    """Against section 3's sum itself, for targets in and out of the range of classes."""
+    g, x = torch.tensor(AWKWARD), torch.zeros(N, C)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shift in range(-C, 2 * C):
+            for ignored in (-100, 3):
+                given = (g, x, LABELS + shift, None, L.NONE, ignored, torch.tensor(0.0))
+                dx = L.nll_loss_backward(*given).to(dtype)
+                assert_same(L.sum_over_classes(dx, [dtype], *given), P.sum(dx, [1], True))
+
+
+def test_verdicts_and_lines_stay():
+    compiled_bits(lambda x, t: F.cross_entropy(x, t), [logits(N, C), LABELS], torch.ones(1))
+    for name in ("nll_loss_backward", "_log_softmax_backward_data"):
+        row = next(row for row in runlog.LOG.graphs[-1].rows if name in row.op)
+        assert (row.verdict, row.section) == ("expand", "3")
+        assert row.file.endswith("test_loss.py") and row.direction == "backward"
+
+
+ON_A_GPU = """
+import torch, torch.nn.functional as F
+from tests.offline import generated
+h, w, t = torch.zeros(64, 16), torch.zeros(5003, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64)
+
+def loss():
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(F.linear(h, w), t)
+
+print(generated(loss)[1])
+"""
+
+
+def test_the_gradient_of_logits_is_pointwise_on_a_gpu():
+    source = printed(ON_A_GPU)
+    (kernel,) = (part for part in source.split("@triton_heuristics.")[1:] if "log_softmax_backward_data" in part.partition("def triton")[2][:300])
+    assert kernel.startswith("pointwise") and kernel.partition("async_compile")[0].count("tl.store(") == 1
+    made = [line for line in source.splitlines() if "empty_strided_cuda((64, 5003)" in line]
+    assert len(made) == 1 and "torch.bfloat16" in made[0]
+
+
+@pytest.mark.gpu
+def test_known_sums_on_a_gpu():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for function in (
+            lambda x, t: F.cross_entropy(x, t, reduction="none"),
+            lambda x, t: F.cross_entropy(x, t, ignore_index=2),
+            lambda x, t: F.nll_loss(F.log_softmax(x, 1), t, reduction="none"),
+        ):
+            inputs, incoming = [logits(N, 5003, dtype=dtype), LABELS * 700], torch.tensor(AWKWARD)
+            there = [t.detach().cuda().requires_grad_(t.requires_grad) for t in inputs]
+            ours, _ = compiled_bits(function, there, incoming.cuda())
+            with carbon_compile.enable(seed=None):
+                theirs = bits(function, inputs, incoming)
+            for a, b in zip(ours, theirs, strict=True):
+                assert_same(a.cpu(), b)
