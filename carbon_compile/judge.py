@@ -132,7 +132,8 @@ def _chosen(node):
     window = node.args[_PRODUCTS[facts["template"]]]
     device = value.device if value.device.type == "cpu" or torch.cuda.is_available() else None
     weight = node.args[1].meta["val"] if facts["template"] == "mm" and node.args[4] == "weight" else None
-    chosen = describe(*sizes, window=window, batch=value.shape[0] if value.dim() == 3 else 1, device=device, weight=weight)
+    keys = node.args[0].meta["val"] if facts["template"] == "bmm_keys" else None
+    chosen = describe(*sizes, window=window, batch=value.shape[0] if value.dim() == 3 else 1, device=device, weight=weight, keys=keys)
     tile = "x".join(map(str, chosen["tile"])) if chosen["tile"] else ""
     return {**facts, "engine": chosen["engine"], "tile": tile, "split_k": chosen["split_k"] or 0}
 

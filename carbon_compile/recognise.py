@@ -1,11 +1,12 @@
 """Nodes of the joint graph that are worth more together than each by its rule.
 
-**Products whose partial results are summed over ranks** (contract section 8). A row-parallel layer, or the input gradient of a column-parallel one, is written as a product of what a
-rank holds and an all-reduce of the results. Each partial result would be rounded before the sum, so
-the bits would depend on the number of ranks. Such a pair becomes one product cut by contraction, with
-the bits of the product of the whole operands. It tells how its weight is cut, so the other products
-of that weight (the layer's own, its input gradient, its weight gradient) follow: they exchange the
-maxima that their balance takes over the whole.
+**Products whose partial results are summed over ranks** (contract section 8). A row-parallel layer, or
+the input gradient of a column-parallel one, is written as a product of what a rank holds and an
+all-reduce of the results. Each partial result would be rounded before the sum, so the bits would
+depend on the number of ranks. Such a pair becomes one product cut by contraction, with the bits of the
+product of the whole operands. It tells how its weight is cut, so the other products of that weight (the
+layer's own, its input gradient, its weight gradient) follow: they exchange the maxima that their
+balance takes over the whole.
 
 **The gradient of a cross-entropy.** The derivative of log_softmax needs the sum of the incoming gradient over
 all classes; that of nll_loss is zero at every class but the target's. The sum is known without adding, so the

@@ -119,16 +119,21 @@ def _recipes(products, device):
 
 
 def describe(
-    m: int, n: int, k: int, *, window: int, batch: int = 1, device=None, weight: Tensor | None = None
-) -> dict:
+    m: int, n: int, k: int, *, window: int, batch: int = 1, device=None, weight: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> dict:  # fmt: skip
     """What would run: {"engine", "tile", "split_k", "warps", "stages", "schedule"}.
 
-    `weight` is the second operand, where the balance is "weight"; only its strides and type are read.
+    `weight` is the second operand, where the balance is "weight", `keys` the first, where it is "keys";
+    only strides and types are read.
     """
     if device is None or torch.device(device).type != "cuda":
         return {"engine": "float64 BLAS", "tile": None, "split_k": 1, "warps": None, "stages": None}
+    hardware = launch.hardware(device)
+    if keys is not None and (plan := launch.keys_plan(m, n, k, window, hardware, side_by_side=keys.stride(-1) == 1)) is not None:
+        return plan.describe()
     itemsize = 0 if weight is None else launch.streamable(weight)
-    return launch.gemm_plan(m, n, k, window, batch, launch.hardware(device), weight=itemsize).describe()
+    return launch.gemm_plan(m, n, k, window, batch, hardware, weight=itemsize).describe()
 
 
 def _product(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from carbon_compile.templates import launch
+from carbon_compile.templates import launch, matmul
 from carbon_compile.templates.matmul import exact_bmm
 
 from .offline import printed
@@ -61,7 +61,7 @@ def same(x, y):
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y))
 
 
-def test_plans():
+def test_plans(monkeypatch):
     plan = launch.keys_plan(512, 64, 512, 16, H100)
     assert plan.streamed and plan.bn == 64 and plan.span == 512
     assert launch.keys_plan(512, 100, 512, 16, H100).bn == 128
@@ -69,6 +69,11 @@ def test_plans():
     plan = launch.keys_plan(512, 64, 512, 16, H100, side_by_side=False)
     assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 128, 4, 2)
     assert launch.keys_plan(512, 64, 60, 16, H100, side_by_side=False).bk == 64
+    monkeypatch.setattr(launch, "hardware", lambda device: H100)
+    weights = torch.empty(96, 512, 512, device="meta")
+    named = [matmul.describe(512, 64, 512, window=16, batch=96, device="cuda", keys=keys) for keys in (weights, weights.transpose(1, 2), None)]
+    assert [facts["schedule"].startswith("streamed") for facts in named] == [True, True, False]
+    assert named[0]["tile"] != named[1]["tile"]
     for other in (
         launch.keys_plan(512, 129, 512, 16, H100), launch.keys_plan(16, 64, 512, 16, H100),
         launch.keys_plan(512, 64, 512, 24, H100), launch.keys_plan(512, 64, 512, 16, H100, "bf16"),
