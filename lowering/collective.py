@@ -23,10 +23,9 @@ from . import prims as P
 from .composites import NARROW
 from .matmul import define_product
 from .pointwise import LIBRARY
-from .registry import Refusal, keep, refuse, rule, template
+from .registry import Refusal, keep, kernels, refuse, rule
 
 c10d = torch.ops._c10d_functional
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
 class CollectiveError(RuntimeError):
@@ -262,12 +261,7 @@ def _gather_rows(x, group, size):
     return x.clone() if gathered is x else gathered
 
 
-def _operator(schema, function, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
-    return template(name, "8")
+_operator = kernels("8")
 
 
 ALL_REDUCE = _operator("all_reduce(Tensor x, str op, str group, int size) -> Tensor", _all_reduce, lambda x, op, group, size: x.new_empty(x.shape))

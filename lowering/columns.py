@@ -12,12 +12,10 @@ import operator
 import torch
 
 from . import prims as P
-from .pointwise import LIBRARY
-from .registry import TEMPLATES, template
+from .registry import TEMPLATES, kernels
 
 aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 # Fewer rows are one stage, and narrow matrices no columns worth whole lines of memory.
 _ROWS, _COLUMNS = 256, 32
 
@@ -100,23 +98,18 @@ def _scale_gradient(g, h, *, dtype):
     return column_sums.norm_gradients(_rows(g), _rows(h), dtype, None)[0]
 
 
-def _define(schema, implementation, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
-    return template(name, "3")
+_operator = kernels("3")
 
 
-COLUMN_SUM = _define(
+COLUMN_SUM = _operator(
     "column_sum(Tensor x, *, ScalarType dtype) -> Tensor", _column_sum,
     lambda x, *, dtype: x.new_empty(x.shape[1], dtype=dtype),
 )  # fmt: skip
-SCALE_GRADIENT = _define(
+SCALE_GRADIENT = _operator(
     "norm_scale_gradient(Tensor g, Tensor h, *, ScalarType dtype) -> Tensor", _scale_gradient,
     lambda g, h, *, dtype: g.new_empty(g.shape[1], dtype=dtype),
 )  # fmt: skip
-NORM_GRADIENTS = _define(
+NORM_GRADIENTS = _operator(
     "norm_gradients(Tensor g, Tensor h, *, ScalarType weight, ScalarType bias) -> (Tensor, Tensor)", _norm_gradients,
     lambda g, h, *, weight, bias: (g.new_empty(g.shape[1], dtype=weight), g.new_empty(g.shape[1], dtype=bias)),
 )  # fmt: skip

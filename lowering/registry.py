@@ -143,6 +143,21 @@ def template(name, section):
     return op
 
 
+def kernels(section):
+    """A function (schema, implementation, fake) that defines an operator of carbon's own, `carbon::<name of the
+    schema>`, and declares it as a kernel of this section of the contract."""
+    from .pointwise import LIBRARY
+
+    def define(schema, implementation, fake):
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+        LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
+        return template(name, section)
+
+    return define
+
+
 _loaded = False
 
 

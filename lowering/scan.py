@@ -11,17 +11,12 @@ from ..templates import scan as templates
 from . import prims as P
 from .engines import TorchEngine
 from .pointwise import LIBRARY, PROGRAMS
-from .registry import Refusal, composite, rule, template
+from .registry import Refusal, composite, kernels, rule
 
 aten = torch.ops.aten
 
 
-def _operator(schema, function, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
-    return template(name, "3")
+_operator = kernels("3")
 
 
 def _logaddexp(left, right, out):

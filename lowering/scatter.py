@@ -14,18 +14,12 @@ import torch.nn.functional as F
 from ..templates import scatter as templates
 from . import prims as P
 from .arithmetic import where
-from .pointwise import LIBRARY
-from .registry import Refusal, composite, rule, template
+from .registry import Refusal, composite, kernels, rule
 
 aten = torch.ops.aten
 
 
-def _operator(schema, function, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
-    return template(name, "6")
+_operator = kernels("6")
 
 
 ROWS_MAX = _operator(

@@ -8,19 +8,13 @@ import torch
 
 from ..templates.scan import places
 from . import prims as P
-from .pointwise import LIBRARY
-from .registry import Refusal, rule, template
+from .registry import Refusal, kernels, rule
 from .scan import order_key
 
 aten = torch.ops.aten
 
 
-def _operator(schema, function, fake):
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"carbon::{name}", fake, lib=LIBRARY)
-    return template(name, "3")
+_operator = kernels("3")
 
 
 def _along(function):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from carbon_compile.templates import launch
 from carbon_compile.templates.matmul_recipe import BIAS, OUT, WORK, A, B, Block, Recipe, hooked
+from carbon_compile.templates.sum_kernels import store_bits
 
 LIMIT = 1 << 18  # rows; with more, programs would read more largest magnitudes than elements
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,19 +134,7 @@ def _store(total, m, out_ptr, j, N):
     second = ((k - half + 127) << 23).to(tl.float32, bitcast=True)
     y = (total.to(tl.float32) * first * second).to(tl.int32, bitcast=True)
     y = tl.where(_special(m), m, y)
-    nan = m > _INFINITY_BITS
-    element: tl.constexpr = out_ptr.dtype.element_ty
-    # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
-    if element == tl.bfloat16:
-        rounded = tl.where(nan, 0x7FC0, (y + 0x7FFF + ((y >> 16) & 1)) >> 16)
-        value = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif element == tl.float16:
-        rounded = y.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
-        rounded = tl.where(nan, 0x7E00, rounded.to(tl.int32))
-        value = rounded.to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        value = tl.where(nan, 0x7FC00000, y).to(tl.float32, bitcast=True)
-    tl.store(out_ptr + j, value, mask=j < N)
+    store_bits(y, m > _INFINITY_BITS, out_ptr + j, j < N)
 
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])

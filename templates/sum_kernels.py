@@ -66,8 +66,13 @@ def sum_kernel(x_ptr, out_ptr, L, N, BLOCK: tl.constexpr):
     y = (total.to(tl.float32) * low * high).to(tl.int32, bitcast=True)
     y = tl.where(largest == _INFINITY_BITS, tl.where(plus > 0, 0x7F800000, -0x800000), y)
     nan = (largest > _INFINITY_BITS) | ((plus + minus) == 2)
-    y = tl.where(nan, 0x7FC00000, y)
-    element: tl.constexpr = out_ptr.dtype.element_ty
+    store_bits(y, nan, out_ptr + j, mask)
+
+
+@triton.jit
+def store_bits(y, nan, pointers, mask):
+    """Store binary32 patterns, NaN where `nan` says so, rounded to the type that is pointed to."""
+    element: tl.constexpr = pointers.dtype.element_ty
     # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
     if element == tl.bfloat16:
         rounded = tl.where(nan, 0x7FC0, (y + 0x7FFF + ((y >> 16) & 1)) >> 16)
@@ -77,8 +82,8 @@ def sum_kernel(x_ptr, out_ptr, L, N, BLOCK: tl.constexpr):
         rounded = tl.where(nan, 0x7E00, rounded.to(tl.int32))
         value = rounded.to(tl.int16).to(tl.float16, bitcast=True)
     else:
-        value = y.to(tl.float32, bitcast=True)
-    tl.store(out_ptr + j, value, mask=mask)
+        value = tl.where(nan, 0x7FC00000, y).to(tl.float32, bitcast=True)
+    tl.store(pointers, value, mask=mask)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
