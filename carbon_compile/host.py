@@ -603,18 +603,35 @@ def _rows_stay_in_registers():
     A sum of ours goes over its row twice, for the maximum and for the terms, where Inductor's own goes
     once: a loop would read memory twice.
 
-    A thread gets 32 elements of a row, as Inductor has it up to 1024: warps wait for one another at each of
-    a layer norm's seven reductions. 16384 rows of 4096 in bfloat16 took 159 us with 16, 132 with 32 (H100).
+    A thread gets 64 elements of a row: warps wait for one another at each of a layer norm's seven reductions,
+    and each computes for itself what a row has one of. With elementary functions, and with more operands, it
+    gets 16, since registers are short. 4096 x 4096 in bfloat16 took, with 64, 32 and 16 elements (H100, us):
+    layer norm 31, 33, 35; softmax 64, 46, 42.
+
+    What all rows share, a norm's weight and bias, is loaded where it is first used, and not before the first
+    reduction: it would take two thirds of a layer norm's registers meanwhile, and of the rows that a
+    multiprocessor has at work.
     """
     from torch._inductor.choices import InductorChoices
-    from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
+    from torch._inductor.codegen.triton import (
+        FixedTritonConfig,
+        IndexingOptions,
+        TritonKernel,
+        TritonSymbols,
+    )
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
+    from torch.utils._sympy.symbol import symbol_is_type
+
+    from .lowering.elementary import PROGRAMS
 
     persistent, kernel_kwargs = InductorChoices.should_use_persistent_reduction, InductorChoices.triton_kernel_kwargs
+    load_buffer = TritonKernel.get_load_buffer
 
     def contiguous_rows(features):
-        return features.get_reduction_hint() == ReductionHint.INNER and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW)
+        # Of masked rows, whose masks have other strides, some reductions have no hint: that doesn't make a loop better.
+        hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
+        return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW)
 
     def should_use_persistent_reduction(features, cooperative_reduction):
         return persistent(features, cooperative_reduction) or contiguous_rows(features)
@@ -626,12 +643,23 @@ def _rows_stay_in_registers():
         if not free or not length.is_Integer or length <= 1024 or not contiguous_rows(features):
             return kwargs
         block = 1 << (int(length) - 1).bit_length()
-        read = {dep.name for node in features.scheduler_nodes() for dep in node.read_writes.reads}
-        written = {dep.name for node in features.scheduler_nodes() for dep in node.read_writes.writes}
-        each = 1024 if len(read - written) <= 3 else 512  # elements a warp: more operands need more registers
+        nodes = features.scheduler_nodes()
+        read = {dep.name for node in nodes for dep in node.read_writes.reads}
+        written = {dep.name for node in nodes for dep in node.read_writes.writes}
+        elementary = any(getattr(origin.target, "_opname", "") in PROGRAMS for node in nodes for origin in node.node.get_origins())
+        each = 512 if elementary or len(read - written) > 3 else 2048  # elements a warp
         return {**kwargs, "fixed_config": FixedTritonConfig({"XBLOCK": 1, "num_warps": block // each, "num_stages": 1})}
 
+    def get_load_buffer(kernel, indexing):
+        buffer = load_buffer(kernel, indexing)
+        if buffer is kernel.loads and kernel.persistent_reduction and isinstance(indexing, IndexingOptions):
+            symbols = indexing.index.free_symbols
+            if symbols and all(symbol_is_type(symbol, TritonSymbols.reduction_types) for symbol in symbols):
+                return kernel.compute
+        return buffer
+
     with (
+        mock.patch.object(TritonKernel, "get_load_buffer", get_load_buffer),
         mock.patch.object(InductorChoices, "should_use_persistent_reduction", staticmethod(should_use_persistent_reduction)),
         mock.patch.object(InductorChoices, "triton_kernel_kwargs", triton_kernel_kwargs),
         # One row a program drops a dimension, which 2.11 can't do where something is gathered.

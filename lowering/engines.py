@@ -31,6 +31,13 @@ class TorchEngine:
         return x.double().sqrt().to(x.dtype)
 
     @staticmethod
+    def scaled(x, power):
+        """A function of c that is x power + c, rounded once: by a power of two, which makes the product exact,
+        or too small to count."""
+        product = x * power
+        return lambda c: product + c
+
+    @staticmethod
     def to(x, dtype):
         return x.to(dtype)
 
@@ -223,6 +230,11 @@ class InductorEngine:
         return _call("abs", x.dtype, x)
 
     @staticmethod
+    def scaled(x, power):
+        product = x * power
+        return lambda c: product + c
+
+    @staticmethod
     def to(x, dtype):
         if dtype is x.dtype:
             return x
@@ -238,7 +250,12 @@ class InductorEngine:
 
 
 class TritonEngine(InductorEngine):
-    """On a GPU, where rounding to a narrow type is an instruction that Triton writes down itself."""
+    """On a GPU, where rounding to a narrow type is an instruction that Triton writes down itself, and so is
+    a product by a power of two together with a sum."""
+
+    @staticmethod
+    def scaled(x, power):
+        return lambda c: _call("fma", x.dtype, x, power, c)
 
     @staticmethod
     def narrowed(x, dtype):

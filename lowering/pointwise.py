@@ -332,25 +332,26 @@ def _rounder(k):
     return ((k + 150) << 23) | 0x400000
 
 
-def _parts(o, t, e):
-    """(high, low) as int32 with high 2^19 + low = RNE(t 2^(W - e)), for |t| <= 2^e and -64 <= e <= 64."""
-    high, t = _rounded_off(o, t, _rounder(e - (WINDOW - PART_BITS)))
-    low, _ = _rounded_off(o, t, _rounder(e - WINDOW))
+def _parts(o, plus, e):
+    """(high, low) as int32 with high 2^19 + low = RNE(t 2^(W - e)), for |t| <= 2^e and -64 <= e <= 64;
+    `plus(c)` is t + c."""
+    high, rest = _rounded_off(o, plus, _rounder(e - (WINDOW - PART_BITS)))
+    low, _ = _rounded_off(o, lambda c: rest + c, _rounder(e - WINDOW))
     return high, low
 
 
-def _rounded_off(o, t, rounder):
+def _rounded_off(o, plus, rounder):
     """(t rounded to an integer of the rounder's multiple, what is left of t)"""
     r = struct.unpack("<f", struct.pack("<i", rounder))[0] if isinstance(rounder, int) else o.bits(rounder, torch.float32)
-    near = t + r
-    return o.bits(near, torch.int32) - rounder, t - (near - r)
+    near = plus(r)
+    return o.bits(near, torch.int32) - rounder, plus(r - near)
 
 
 def _sum_parts(o, x, m):
     """The parts of q = RNE(x 2^(W - e)); anything where m isn't finite."""
     e = _expo(o, o.where((m < 0) | (m >= _INFINITY), 0, m))
     shift = o.where(e > 64, -64, o.where(e < -64, 64, e * 0))  # e * 0: a value, as one side must be
-    return _parts(o, x * o.bits((shift + 127) << 23, torch.float32), e + shift)
+    return _parts(o, o.scaled(x, o.bits((shift + 127) << 23, torch.float32)), e + shift)
 
 
 def _term(o, high, low):
@@ -452,7 +453,8 @@ def _unit_terms(o, p):
 
 
 def _unit_parts(o, p):
-    return _parts(o, o.where(o.isnan(p), 0.0, p), 1)
+    p = o.where(o.isnan(p), 0.0, p)
+    return _parts(o, lambda c: p + c, 1)
 
 
 def _unit_total_of_parts(o, high, low):
