@@ -77,6 +77,7 @@ def hoist(gm, example_inputs, fixed):
             continue
         if slot not in slots:
             slots[slot] = _new_input(gm.graph, inputs[-1] if not nodes else nodes[-1], slot, len(nodes))
+            slots[slot].meta["kept"] = b.meta["val"], window  # for precompilation
             nodes.append(slots[slot])
         with gm.graph.inserting_before(node):
             product = gm.graph.call_function(matmul.MM_KEPT, (a, slots[slot], bias, slot.recipe.n, window, dtype))

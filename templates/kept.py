@@ -168,12 +168,17 @@ def _signature(a, kept, n, window, bias, out_dtype) -> tuple:
     return key if bias is None else (*key, bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.get_device())
 
 
-def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: torch.dtype, device) -> tuple | None:
-    """The recipe of a product and the types of its buffers, for `matmul.precompilation`; None where it launches nothing.
-    Of `a` and `bias` only sizes, strides and types are read."""
-    if not a.shape[0] or not n:
-        return None
+def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: torch.dtype, device) -> tuple:
+    """The recipe of a product that is not empty and the types of its buffers, for `matmul.precompilation`. Of
+    `a` and `bias` only sizes, strides and types are read."""
     from carbon_compile.templates import kept_kernels
 
     recipe = kept_kernels.prepare(a, n, window, None if bias is None else bias.expand(a.shape[0], n), device=device)
     return recipe, (a.dtype, torch.uint8, None if bias is None else bias.dtype, out_dtype)
+
+
+def warmable_digits(b: Tensor, window: int, device) -> tuple:
+    """As `warmable`, for the digits of a weight."""
+    from carbon_compile.templates import kept_kernels
+
+    return kept_kernels.prepare_digits(b, window), (b.dtype, None, None, torch.uint8)
