@@ -5,8 +5,8 @@ a graph without a backward pass `hoist` takes them out: each weight that is an i
 casts, gets a further input that holds its digits (`templates.kept`), and `KeptWeights` hands these over,
 made anew wherever the weight is not what they were made from.
 
-What is compared at a call is where the weight lies (its storage and address) and autograd's count of
-in-place changes. Writes that neither shows are the caller's to tell, by `weights_changed`. Digits of a
+What is compared at a call is where and how the weight lies (storage, address, sizes, strides, type) and
+autograd's count of in-place changes. Writes that neither shows are the caller's to tell, by `weights_changed`. Digits of a
 weight are shared by all graphs that read it in the same way, and live as long as it and one of these
 graphs. They stay where they are when they are made anew, so that CUDA graphs go on reading them.
 """
@@ -102,8 +102,9 @@ def _changed_by(node):
 
 def _slot(node, window, weights):
     """Of a second operand, where its digits can be kept; None elsewhere."""
-    shape = node.meta["val"].shape
-    if not all(isinstance(size, int) for size in shape) or shape[0] < 2 or shape[1] < 1:
+    k, n = node.meta["val"].shape
+    device = node.meta["val"].device
+    if not (isinstance(k, int) and isinstance(n, int) and k > 1 and n > 0):
         return None
     steps = []
     while node not in weights:
@@ -112,7 +113,7 @@ def _slot(node, window, weights):
             return None
         steps.append(step)
         node = node.args[0]
-    return Slot(weights[node], Recipe(tuple(reversed(steps)), window, *shape), node.meta["val"].device)
+    return Slot(weights[node], Recipe(tuple(reversed(steps)), window, k, n), device)
 
 
 def _step(node):
@@ -154,7 +155,8 @@ class _Digits:
 
     def __init__(self, weight, recipe):
         self.recipe, self.lock = recipe, threading.Lock()
-        self.buffer = self.version = self.address = self.storage = self.stream = self.written = None
+        self.buffer = self.version = self.stream = self.written = None
+        self.address = self.storage = self.dtype = self.shape = self.strides = None
         mine = weakref.ref(self)
         self.weight = weakref.ref(weight, lambda _: _release(mine()))
 
@@ -168,13 +170,19 @@ class _Digits:
             self.version = None  # whatever happens now
             self.buffer = made = _made(weight, self.recipe, self.buffer)
             self.address, self.storage = weight.data_ptr(), host.StorageIdentity(weight)
+            self.dtype, self.shape, self.strides = weight.dtype, weight.shape, weight.stride()
             if made.is_cuda:
                 self.stream, self.written = host.raw_stream(made.device.index), torch.cuda.current_stream(made.device).record_event()
             self.version = version
             return made
 
     def describes(self, weight, version):
-        return version == self.version and weight.data_ptr() == self.address and self.storage.of(weight)
+        """Whether they are a weight's whose count of changes is `version`. Dynamo guards types and sizes, but 2.11
+        not always strides, and other graphs may have made them."""
+        return (
+            version == self.version and weight.data_ptr() == self.address and self.storage.of(weight)
+            and weight.stride() == self.strides and weight.shape == self.shape and weight.dtype is self.dtype
+        )  # fmt: skip
 
     def follow(self):
         """Let the current stream wait for another, on which they were made, and their memory not be given away
@@ -215,9 +223,11 @@ def _digits_of(weight, recipe):
 def weights_changed(*, free=False):
     """Tell that weights may have changed where nobody can see it, so that kept digits are made anew.
 
-    For writes that autograd does not count: through `parameter.data`, through another tensor of the same
-    memory, by NCCL or a kernel of your own. Digits stay in memory, at their addresses, unless `free`:
-    then they are given back, and CUDA graphs that read them are recorded anew.
+    For writes that autograd does not count: through `parameter.data` or another tensor of the same memory, by
+    NCCL, by a CUDA graph of your own, by kernels of your own or of an optimizer from elsewhere. PyTorch's
+    optimizers, the fused ones too, `copy_`, `load_state_dict` and other operators are noticed without it.
+    Digits stay in memory, at their addresses, unless `free`: then they are given back, and CUDA graphs that
+    read them are recorded anew.
     """
     with _SHARING:
         every = list(_DIGITS.values())

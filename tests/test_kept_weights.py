@@ -323,6 +323,28 @@ def test_changes_are_noticed(change, made):
         before = after
 
 
+def test_other_layouts_of_the_same_memory(made):
+    """Without Dynamo, of which 2.11 guards no strides of parameters (Inductor's code refuses them then)."""
+    transposed = ((torch.ops.aten.permute.default, ((1, 0),), ()),)
+    first, second = (weights.KeptWeights([weights.Slot(0, weights.Recipe(transposed, 24, 12, 12), torch.device("cpu"))]) for _ in range(2))
+    w, x, found = torch.nn.Parameter(torch.randn(13, 12)[:12]), torch.randn(3, 12), []
+    for change in (
+        lambda w: w, lambda w: w.t(), lambda w: w.t(), lambda w: w.as_strided((12, 12), (12, 1), 12), lambda w: w.as_strided((12, 12), (1, 12), 0),
+        lambda w: w.as_strided((12, 12), (12, 1), 0), lambda w: w.view(torch.int32).view(torch.float32),
+    ):  # fmt: skip
+        w.data = change(w.data)
+        for kept_weights in (first, second):
+            (digits,) = kept_weights.digits([w])
+            found.append(kept.exact_mm_kept(x, digits, 12, window=24))
+            assert same(found[-1], exact_mm(x, w.detach().t(), window=24, balance="weight"))
+    assert len({bytes(y.numpy()) for y in found}) == 3 and made() == 6
+    w = torch.nn.Parameter(torch.randn(12, 12).bfloat16())
+    for dtype in (torch.bfloat16, torch.float16):
+        w.data = w.data.view(dtype)
+        assert same(*(kept.exact_mm_kept(x.to(dtype), d, 12, window=24) for d in (*first.digits([w]), kept.weight_digits(w.detach().t(), 24))))
+    assert made() == 4
+
+
 def test_changes_that_nobody_sees_have_to_be_told(made):
     import carbon_compile
 
