@@ -889,18 +889,15 @@ def fake_like(graph, size, dtype, device):
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class StorageIdentity:
-    """Which storage a tensor had. It keeps the storage's number from being used again, not its memory."""
+# Of a tensor's `untyped_storage()`: a number that no other storage has while `hold_number` of it is kept.
+storage_number = operator.attrgetter("_cdata")
 
-    def __init__(self, tensor):
-        from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._reference = StorageWeakRef(tensor.untyped_storage())
-        self._number = self._reference.cdata
+def hold_number(storage):
+    """Keeps the storage's number from being used again, not its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
 
-    def of(self, tensor):
-        """Whether it is this tensor's."""
-        return tensor.untyped_storage()._cdata == self._number
+    return StorageWeakRef(storage)
 
 
 def raw_stream(index):

@@ -150,13 +150,20 @@ def _erase_unused(graph, node):
 # ---- the digits ----
 
 
+_storage_number = host.storage_number
+
+
 class _Digits:
     """Digits of one weight by one recipe: `buffer`, and what the weight was when they were made."""
+
+    __slots__ = (
+        "recipe", "lock", "weight", "buffer", "version", "stream", "written", "address", "storage", "held", "dtype", "shape", "strides", "__weakref__",
+    )  # fmt: skip
 
     def __init__(self, weight, recipe):
         self.recipe, self.lock = recipe, threading.Lock()
         self.buffer = self.version = self.stream = self.written = None
-        self.address = self.storage = self.dtype = self.shape = self.strides = None
+        self.address = self.storage = self.held = self.dtype = self.shape = self.strides = None
         mine = weakref.ref(self)
         self.weight = weakref.ref(weight, lambda _: _release(mine()))
 
@@ -169,7 +176,8 @@ class _Digits:
                 return self.buffer
             self.version = None  # whatever happens now
             self.buffer = made = _made(weight, self.recipe, self.buffer)
-            self.address, self.storage = weight.data_ptr(), host.StorageIdentity(weight)
+            storage = weight.untyped_storage()
+            self.address, self.storage, self.held = weight.data_ptr(), host.storage_number(storage), host.hold_number(storage)
             self.dtype, self.shape, self.strides = weight.dtype, weight.shape, weight.stride()
             if made.is_cuda:
                 self.stream, self.written = host.raw_stream(made.device.index), torch.cuda.current_stream(made.device).record_event()
@@ -180,7 +188,7 @@ class _Digits:
         """Whether they are a weight's whose count of changes is `version`. Dynamo guards types and sizes, but 2.11
         not always strides, and other graphs may have made them."""
         return (
-            version == self.version and weight.data_ptr() == self.address and self.storage.of(weight)
+            version == self.version and weight.data_ptr() == self.address and _storage_number(weight.untyped_storage()) == self.storage
             and weight.stride() == self.strides and weight.shape == self.shape and weight.dtype is self.dtype
         )  # fmt: skip
 
@@ -196,7 +204,7 @@ class _Digits:
 
 def _release(digits):
     if digits is not None:
-        digits.version = digits.buffer = digits.storage = None
+        digits.version = digits.buffer = digits.held = None
 
 
 def _made(weight, recipe, buffer=None):
