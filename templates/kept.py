@@ -15,6 +15,7 @@ Each part starts at a multiple of 256 bytes. X2 takes two bytes an element, X3 t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from carbon_compile.templates import quantize as twin
 from carbon_compile.templates.quantize import DIGITS
 
 _ALIGNMENT = 256
-_INTEGERS = 1 << 22  # that the CPU twin makes at a time
+_INTEGERS = 1 << 18  # that the CPU twin works on at a time
+_ROWS = 256  # and at least as many rows, since each block makes the weight's integers again
 
 
 class Layout(NamedTuple):
@@ -95,9 +97,7 @@ def _write_digits(b, window, out, where) -> None:
         return
     maxima.copy_(twin.maxima(b, 1).float().abs().view(torch.int32))
     minus = -_balance(maxima)
-    step = max(1, _INTEGERS // where.k)
-    for start in range(0, where.n, step):
-        columns = slice(start, start + step)
+    for columns in _slices(where.n, _INTEGERS // where.k):
         q, e = twin.quantize(b[:, columns], window, -2, minus)
         digits[:, columns, : where.k] = twin.digits(q.t(), window)
         exponents[columns] = e
@@ -150,16 +150,34 @@ def exact_mm_kept(
 
         with torch.cuda.device_of(a):
             return kept_kernels.multiply(a, kept, n, window, bias, out_dtype, signature=signature)
+    return _multiply(a, kept, where, window, bias, out_dtype)
+
+
+def _multiply(a, kept, where, window, bias, out_dtype) -> Tensor:
+    """The CPU twin, a block of rows and columns at a time so that what is in between stays in cache."""
     digits, exponents, maxima = parts(kept, where)
-    return matmul.multiply_rows(a, _integers(digits[..., : where.k], exponents), _balance(maxima), window, bias, out_dtype)
+    d = _balance(maxima)
+    out = torch.empty((a.shape[0], where.n), dtype=out_dtype, device=a.device)
+    for rows in _slices(a.shape[0], max(_ROWS, _INTEGERS // where.k)):
+        qa = twin.quantize(a[rows], window, -1, d)
+        for columns in _slices(where.n, _INTEGERS // where.k):
+            rounded = matmul.rounded_total(qa.q, _integers(digits[:, columns, : where.k]).t(), window)
+            scaled, poisoned = matmul._scale(rounded, qa.exponents, exponents[columns])
+            out[rows, columns] = matmul._finish(scaled, None if bias is None else bias[rows, columns], out_dtype, nans=poisoned)
+    return out
 
 
-def _integers(digits: Tensor, exponents: Tensor) -> twin.Quantized:
-    """The integers [K, N] of digits [D, N, K], in float64, which holds them exactly."""
+def _slices(length: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    return (slice(start, start + step) for start in range(0, length, step))
+
+
+def _integers(digits: Tensor) -> Tensor:
+    """The integers [N, K] of digits [D, N, K], in float64, which holds them exactly."""
     q = digits[-1].double()
     for plane in digits[:-1].flip(0):
         q.mul_(256.0).add_(plane)
-    return twin.Quantized(q.t(), exponents)
+    return q
 
 
 def _signature(a, kept, n, window, bias, out_dtype) -> tuple:

@@ -204,7 +204,7 @@ def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signat
 
 
 def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
-    """The CPU twin."""
+    """The CPU twin, a block of rows at a time so that what is in between stays in cache."""
     d = None
     if balance == "weight":
         d = twin.weight_balance(b)
@@ -213,19 +213,9 @@ def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
     elif balance == "keys":
         d = twin.key_exponents(b)
     qb = twin.quantize_keys(b, window, d) if balance == "keys" else _quantize_once(b, window, d)
-    return multiply_rows(a, qb, d, window, bias, out_dtype, keys=balance == "keys", transposed=transposed)
-
-
-def multiply_rows(
-    a: Tensor, qb: twin.Quantized, d: Tensor | None, window: int, bias: Tensor | None, out_dtype: torch.dtype,
-    *, keys: bool = False, transposed: bool = False,
-) -> Tensor:  # fmt: skip
-    """Rows a [..., M, K] by integers qb [..., K, N], a block of rows at a time so that what is in between
-    stays in cache. `d`, if any, is the balance of the contraction, or with `keys` its `key_exponents`; `bias`
-    has the result's shape."""
-    out = empty(a, qb.q, out_dtype, transposed)
-    for rows in _row_blocks(a, qb.q):
-        if keys:
+    out = empty(a, b, out_dtype, transposed)
+    for rows in _row_blocks(a, b):
+        if balance == "keys":
             qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1, owned=True)
         else:
             qa = twin.quantize(a[rows], window, -1, d)

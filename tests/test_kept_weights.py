@@ -30,7 +30,8 @@ H100 = launch.Hardware((9, 0), 132)
 @pytest.mark.parametrize(("dtype", "window"), ((torch.bfloat16, 16), (torch.float32, 24), (torch.float32, 16), (torch.float16, 24)))
 @pytest.mark.parametrize("kind", ("tame", "rows", "wild"))
 def test_twin(dtype, window, kind, monkeypatch):
-    monkeypatch.setattr(kept, "_INTEGERS", 4000)  # several blocks of columns
+    monkeypatch.setattr(kept, "_INTEGERS", 4000)  # several blocks
+    monkeypatch.setattr(kept, "_ROWS", 100)
     for m, n, k, side_by_side, bias in ((1, 70, 129, False, None), (9, 40, 300, True, torch.randn(40)), (300, 70, 64, False, torch.randn(300, 1))):
         a, b = operands(m, n, k, dtype, kind, side_by_side)
         digits = kept.weight_digits(b, window)
