@@ -172,7 +172,7 @@ class _Digits:
         where nobody counts."""
         with self.lock:
             if version is not None and self.describes(weight, version):
-                self.follow()
+                self.follow(self.buffer)
                 return self.buffer
             self.version = None  # whatever happens now
             self.buffer = made = _made(weight, self.recipe, self.buffer)
@@ -192,10 +192,10 @@ class _Digits:
             and weight.stride() == self.strides and weight.shape == self.shape and weight.dtype is self.dtype
         )  # fmt: skip
 
-    def follow(self):
+    def follow(self, buffer):
         """Let the current stream wait for another, on which they were made, and their memory not be given away
         before it is done."""
-        buffer, written = self.buffer, self.written
+        written = self.written
         if written is not None:
             stream = torch.cuda.current_stream(buffer.device)
             stream.wait_event(written)
@@ -287,7 +287,7 @@ class KeptWeights:
             if version is None or buffer is None or not digits.describes(weight, version):
                 buffer = digits.write(weight, version)
             elif digits.stream != streams.get(device):
-                digits.follow()
+                digits.follow(buffer)
             found.append(buffer)
         return found
 

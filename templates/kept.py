@@ -66,7 +66,8 @@ def _aligned(size: int) -> int:
 def weight_digits(b: Tensor, window: int, out: Tensor | None = None) -> Tensor:
     """The kept form of a weight b [K, N], any strides, K > 1: uint8 [size], as `layout` describes it.
 
-    `out` is overwritten, if given. Raises TypeError for types that no product takes, ValueError for
+    `out` is overwritten, if given: with the bytes that stand there already, if the weight is the same, at no
+    time with others, so that somebody who reads it meanwhile isn't disturbed. Raises TypeError for types that no product takes, ValueError for
     shapes.
     """
     if b.dtype not in matmul.OPERANDS:
@@ -199,4 +200,4 @@ def warmable_digits(b: Tensor, window: int, device) -> tuple:
     """As `warmable`, for the digits of a weight."""
     from carbon_compile.templates import kept_kernels
 
-    return kept_kernels.prepare_digits(b, window), (b.dtype, None, None, torch.uint8)
+    return kept_kernels.prepare_digits(b, window)[0], (b.dtype, None, None, torch.uint8)

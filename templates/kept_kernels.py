@@ -21,7 +21,7 @@ from carbon_compile.templates import kept, launch
 from carbon_compile.templates import matmul_kernels as products
 from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates import small_kernels as small
-from carbon_compile.templates.matmul_recipe import BIAS, OUT, ZEROS, A, B, Block, Recipe
+from carbon_compile.templates.matmul_recipe import BIAS, OUT, ZEROS, A, B, Block, Recipe, view
 from carbon_compile.templates.quantize import DIGITS
 from carbon_compile.templates.quantize_kernels import Digits, Operand
 
@@ -124,22 +124,24 @@ def _quantize(recipe: Recipe, x: Operand, q: Digits, maxima: Block, sign: int, w
     )  # fmt: skip
 
 
-def prepare_digits(b: Tensor, window: int) -> Recipe:
-    """The launches that write the kept form of b [K, N], its maxima being zeros, into the buffer OUT."""
+def prepare_digits(b: Tensor, window: int) -> tuple[Recipe, Block]:
+    """The launches that write digits and exponents of b [K, N] into the buffer OUT, and where they leave the
+    maxima: made in scratch, so that what stands in OUT is at no time anything but old or new."""
     recipe = Recipe()
     columns = kernels.operand(b, A, -2)
-    q, maxima = _parts(kept.layout(*b.shape, window), OUT)
-    kernels.maxima(recipe, kernels.operand(b, A, -1), maxima)
+    q, _ = _parts(kept.layout(*b.shape, window), OUT)
+    maxima = kernels.maxima(recipe, kernels.operand(b, A, -1))
     tile = launch.rows_tile(columns.rows, columns.k, columns.side_by_side, launch.rows_warps(columns.side_by_side))
     _quantize(recipe, columns, q, maxima, -1, window, tile)
-    return recipe
+    return recipe, maxima
 
 
 def write_digits(b: Tensor, window: int, out: Tensor) -> None:
     """`kept.weight_digits` on a GPU: rare, so the ordinary way through Triton."""
-    recipe = prepare_digits(b, window)
-    out[kept.layout(*b.shape, window).maxima :].zero_()
-    recipe.run((b, None, None, out, *recipe.scratch(b.device)))
+    recipe, maxima = prepare_digits(b, window)
+    buffers = (b, None, None, out, *recipe.scratch(b.device))
+    recipe.run(buffers)
+    kept.parts(out, kept.layout(*b.shape, window))[2].copy_(view(buffers, maxima))
 
 
 def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:

@@ -825,12 +825,11 @@ def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Oper
     )  # fmt: skip
 
 
-def maxima(recipe: Recipe, x: Operand, out: Block | None = None) -> Block:
-    """Per row of each batch: the bits of max |x| along the contraction, int32; into `out`, zeros, if given."""
+def maxima(recipe: Recipe, x: Operand) -> Block:
+    """Per row of each batch: the bits of max |x| along the contraction, int32."""
     tile = launch.maxima_tile(x.k, x.side_by_side)
     spans = triton.cdiv(x.k, tile.columns * tile.steps)
-    if out is None:
-        out = recipe.reserve(x.batch * x.rows, torch.int32, ZEROS if spans > 1 else WORK)
+    out = recipe.reserve(x.batch * x.rows, torch.int32, ZEROS if spans > 1 else WORK)
     recipe.launch(
         maxima_kernel, x.batch * triton.cdiv(x.rows, tile.rows) * spans,
         x.block, out, x.rows, x.k, x.stride_b, x.stride_r, x.stride_k, tile.steps,
