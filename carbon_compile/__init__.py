@@ -31,6 +31,7 @@ _EXPORTS = {
     "inductor_config": "carbon_compile.backend",
     "ledger": "carbon_compile.recording",
     "lint": "carbon_compile.graph_lint",
+    "weights_changed": "carbon_compile.weights",
 }
 
 __all__ = ["__version__", *_EXPORTS]

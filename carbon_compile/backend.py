@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from . import dtensor, dynamo, escapes, host, modes, precompile
+from . import dtensor, dynamo, escapes, host, modes, precompile, weights
 from .analyze import analyze  # noqa: F401  (part of the backend's face)
 from .canonical import graph_hash
 from .diagnostics import CODES, Diagnostic, Refused, Report
@@ -66,6 +66,7 @@ def carbon(gm, example_inputs, *, mode=None, options=None):
     with logged("composites"):
         copy_expanded_outputs(rewrite_dynamo(gm, policy))
     region = Region(gm, options, policy, source_hash())
+    region.keeps = options.weights == "kept" and not region.trains(example_inputs) and not host.from_fsdp(gm)
     region.report.extend(escapes.surroundings(gm, devices_of(example_inputs)))
     region.report.extend(unsafe_overrides(options))
     region.report.extend(found for _, found in setting_calls(gm))
@@ -90,7 +91,8 @@ def compile_region(gm, example_inputs, region, caches=True):
     """Trace, judge, rewrite and compile; on a warm cache, recall the verdicts instead."""
     joint = JointPass(region)
     config = {**inductor_config(), **dict(region.options.inductor), "joint_custom_pre_pass": joint, **host.cacheable(composites.call, source_hash())}
-    caches = caches and not region.options.dump  # a warm cache has no graphs to show
+    # A warm cache has no graphs to show, and none to take weights' digits out of.
+    caches = caches and not region.options.dump and not region.keeps
     if region.options.tune == "on":
         precompile.recall_plans(example_inputs)
     with host.no_autocast(), dtensor.reporting(region.graph_report), composite_findings(region.graph_report) as joint.collect, host.autograd_cache(caches), logged("compile"):
@@ -205,8 +207,21 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         if left:
             raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
         matmul.call_products_directly()
+        if region.keeps and kwargs.get("is_inference"):
+            return compile_keeping(region, gm, example_inputs, **kwargs)
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def compile_keeping(region, gm, example_inputs, *, static_input_idxs=(), **kwargs):
+    """As `compile_inner`, with the digits of weights as further inputs that stay where they are."""
+    slots, digits = weights.hoist(gm, example_inputs, static_input_idxs)
+    region.kept = len(slots)
+    precompile.start(gm.graph, region.options.tune)
+    first = len(example_inputs)
+    fixed = [*static_input_idxs, *range(first, first + len(slots))]
+    compiled = host.compile_fx_inner(gm, [*example_inputs, *digits], static_input_idxs=fixed, **kwargs)
+    return weights.KeptWeights(slots).around(compiled) if slots else compiled
 
 
 class Decompositions(dict):

@@ -898,6 +898,63 @@ _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
 
+# --- what keeping digits of weights needs (see weights.py) -------------------------------------------
+
+
+def from_fsdp(gm):
+    """Whether an input of a Dynamo graph belongs to an FSDP module. Those gather weights into memory that they
+    free and use again, and hide it from autograd's count of changes."""
+    sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.nodes if node.op == "placeholder"]
+    return any(source is not None and source.guard_source.is_fsdp_module() for source in sources)
+
+
+def fake_like(graph, size, dtype, device):
+    """A fake vector in the fake mode of a graph's inputs."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    with next(value.fake_mode for value in values if isinstance(value, FakeTensor)):
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+# Of a tensor's `untyped_storage()`: a number that no other storage has while `hold_number` of it is kept.
+storage_number = operator.attrgetter("_cdata")
+
+
+def hold_number(storage):
+    """Keeps the storage's number from being used again, not its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)
+
+
+def raw_stream(index):
+    """The number of the current stream of a CUDA device."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+@functools.cache
+def count_fused_updates():
+    """Let the kernels of fused optimizers tell autograd's count of changes, as every other operator does that
+    writes to a tensor; theirs don't. Once for the process."""
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        plain = getattr(torch, name, None)
+        if plain is not None:
+            setattr(torch, name, _counting(plain))
+
+
+def _counting(update):
+    @functools.wraps(update)
+    def counted(parameters, *args, **kwargs):
+        result = update(parameters, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            local = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+            torch.autograd.graph.increment_version([x for x in local if not x.is_inference()])
+        return result
+
+    return counted
+
+
 def empty_cuda():
     """A function (size, strides, dtype) that gives fresh memory on the current CUDA device, without the
     dispatcher where PyTorch has such a one for Inductor."""

@@ -18,6 +18,7 @@ _CHOICES = {
     "bfloat16_matmul": ("auto", "X2", "X3"),
     "float16_matmul": ("auto", "X2", "X3"),
     "tune": ("off", "on"),
+    "weights": ("fresh", "kept"),
 }
 
 
@@ -35,6 +36,7 @@ class Options:
     bfloat16_matmul: str = "auto"
     float16_matmul: str = "auto"
     tune: str = "off"
+    weights: str = "fresh"
     table: bool = False
     dump: str = ""
     inductor: tuple = ()

@@ -22,13 +22,15 @@ def start(graph, tune="off"):
     with host.real_tensors():
         calls = [call for node in graph.nodes if (call := _product(node)) is not None]
         sums = [call for node in graph.nodes if (call := _column_sum(node)) is not None]
-        if not calls and not sums:
+        kept = [call for node in graph.nodes if (call := _kept(node)) is not None]
+        if not calls and not sums and not kept:
             return None
         from .templates import column_sums, matmul
 
-        device = (calls or sums)[0][0]
+        device = (calls or sums or kept)[0][0]
         plans = _plans() if tune == "on" else None
         others = [column_sums.warmable(*call[1:], device) for call in sums if call[0] == device]
+        others += [warmable(*call, device) for on, warmable, call in kept if on == device]
         compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans, others)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
@@ -79,6 +81,23 @@ def _column_sum(node):
     if g.device.type != "cuda" or not all(_known(t) and t.stride(1) == 1 for t in tensors):
         return None
     return (g.device, _bare(g), _bare(h), *(node.kwargs.get(name) for name in types))
+
+
+def _kept(node):
+    """(device, function that makes a recipe, its arguments) of a product by a kept weight on CUDA with known sizes,
+    or of the input that holds the weight; else None."""
+    from .templates import kept
+
+    if "kept" in node.meta:
+        weight, window = node.meta["kept"]
+        return (weight.device, kept.warmable_digits, (_bare(weight), window)) if weight.device.type == "cuda" else None
+    if str(node.target) != "carbon.mm_kept.default":
+        return None
+    a, _, bias, n, window, dtype = node.args
+    a, bias = a.meta["val"], None if bias is None else bias.meta["val"]
+    if a.device.type != "cuda" or not _known(a) or not a.shape[0]:
+        return None
+    return a.device, kept.warmable, (_bare(a), n, window, _bare(bias), dtype)
 
 
 _SUMS = {

@@ -39,8 +39,9 @@ class GraphRecord:
 
     hash: of its canonical text (canonical.graph_hash). function: what was compiled, as the user
     knows it. kind: "training" or "inference". precision: the class of products by type, such as
-    {"float32": "X3"}. parameters: weak references to the parameters it took, by id, to find it by
-    model; models of one architecture share a graph.
+    {"float32": "X3"}. kept: of how many weights the digits are kept between calls. parameters: weak
+    references to the parameters it took, by id, to find it by model; models of one architecture share
+    a graph.
     """
 
     hash: str
@@ -51,6 +52,7 @@ class GraphRecord:
     nodes: tuple[NodeRow, ...] = ()
     findings: tuple[Finding, ...] = ()
     calls: int = 0
+    kept: int = 0
     parameters: dict = field(default_factory=dict)
 
     def called(self, inputs: Iterable = ()) -> None:
@@ -110,11 +112,12 @@ class Log:
         nodes: Iterable[NodeRow] = (),
         report: Report | None = None,
         parameters: Iterable = (),
+        kept: int = 0,
     ) -> GraphRecord:
         """Records a compiled graph. Call `.called()` on what it returns at each call of the graph."""
         record = GraphRecord(
             hash, function, kind, device, dict(precision or {}), tuple(nodes), report.findings if report else (),
-            parameters=_references(parameters),
+            parameters=_references(parameters), kept=kept,
         )
         self.graphs.append(record)
         return record

@@ -19,7 +19,8 @@ class Region:
     """One compiled Dynamo graph: its policy, its findings, its verdicts and its entry in the log.
 
     report: every finding. graph_report: those that belong to the graph itself, and are thus kept for
-    warm starts. record: the verdicts. stock: operators that the user allowed.
+    warm starts. record: the verdicts. stock: operators that the user allowed. keeps: whether digits of
+    weights may be kept. kept: how many weights' digits are.
     """
 
     def __init__(self, gm, options, policy, version):
@@ -33,6 +34,7 @@ class Region:
         self.entry = None
         self.record = None
         self.stock = set()
+        self.keeps, self.kept = False, 0
         self.compiled = None
 
     def __call__(self, *args):
@@ -67,7 +69,8 @@ class Region:
     def show(self):
         """The table of verdicts on standard error, where the user asked for it."""
         if self.options.table:
-            print(f"{self.name}: graph {self.record.graph[:12]}\n{self.table()}", file=sys.stderr)
+            kept = f", digits of {tables.counted(self.kept, 'weight')} kept" if self.kept else ""
+            print(f"{self.name}: graph {self.record.graph[:12]}{kept}\n{self.table()}", file=sys.stderr)
 
     def table(self):
         rows = [asdict(row) for row in self.record.rows]
@@ -90,6 +93,7 @@ class Region:
             nodes=self.record.rows,
             report=report,
             parameters=values,
+            kept=self.kept,
         )
 
     def remember(self, record):

@@ -50,10 +50,11 @@ def verdict_counts(rows: list[dict]) -> str:
     order = ("keep", "expand", "template", "decomposed", "allowed", "refuse")
     rest = sorted(counts.keys() - set(order))
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (*order, *rest) if counts[verdict])
-    return f"{_count(len(rows), 'operator')}: {told}"
+    return f"{counted(len(rows), 'operator')}: {told}"
 
 
-def _count(n, noun):
+def counted(n, noun):
+    """"1 graph", "3 graphs"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
@@ -66,9 +67,9 @@ def certificate_text(data: dict) -> str:
     """A certificate for a person: the promise first, then why, then what ran."""
     graphs, calls = data["graphs"], sum(graph["calls"] for graph in data["graphs"])
     outside = sum(bypass["calls"] for bypass in data["bypassed"])
-    lines = [f"promise {data['promise']}: {_count(len(graphs), 'graph')}, {_count(calls, 'call')}, {outside or 'none'} outside carbon"]
+    lines = [f"promise {data['promise']}: {counted(len(graphs), 'graph')}, {counted(calls, 'call')}, {outside or 'none'} outside carbon"]
     if data.get("eager"):
-        lines.append(f"  eager code ran {_count(data['eager'], 'operator')} by the contract's rules")
+        lines.append(f"  eager code ran {counted(data['eager'], 'operator')} by the contract's rules")
     lines += [f"  because {reason}" for reason in data["reasons"]]
     environment = data["environment"]
     machine = environment.get("gpus") or environment.get("cpu") or environment.get("system")
@@ -79,10 +80,15 @@ def certificate_text(data: dict) -> str:
 
 def _graphs(graphs):
     rows = [
-        (i, g["hash"][:12], g["function"], g["kind"], g["device"], _precision(g["precision"]), g["calls"], _verdicts(g["nodes"]))
+        (i, g["hash"][:12], g["function"], _kind(g), g["device"], _precision(g["precision"]), g["calls"], _verdicts(g["nodes"]))
         for i, g in enumerate(graphs)
     ]
     return _table(rows, ("graph", "hash", "function", "kind", "device", "products", "calls", "nodes"))
+
+
+def _kind(graph):
+    kept = graph.get("kept")
+    return f"{graph['kind']}, {counted(kept, 'weight')} kept" if kept else graph["kind"]
 
 
 def _precision(precision):

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from .. import host
+from ..templates import kept as kept_templates
 from ..templates import matmul as templates
 from . import policy
 from . import prims as P
 from .pointwise import LIBRARY
-from .registry import composite, rule, template
+from .registry import composite, kernels, rule, template
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
@@ -87,7 +88,22 @@ def _bmm_fake(a, b, window, dtype):
 
 
 MM = define_product("mm", "4", "(Tensor a, Tensor b, Tensor? bias, int window, str balance, ScalarType dtype) -> Tensor", _mm, _mm_fake)
+MM_KERNEL = torch.ops.carbon.mm_kernel.default
 BMM = define_product("bmm", "4", "(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", _bmm, _bmm_fake)
+
+
+def _mm_kept(a, kept, bias, n, window, dtype):
+    return kept_templates.exact_mm_kept(a, kept, n, window=window, bias=bias, out_dtype=dtype)
+
+
+def _mm_kept_fake(a, kept, bias, n, window, dtype):
+    torch._check(a.dim() == 2 and kept.dim() == 1, lambda: f"mm_kept takes rows and bytes, got {a.dim()}-D and {kept.dim()}-D")
+    return a.new_empty((a.shape[0], n), dtype=dtype)
+
+
+# `carbon::mm` with balance "weight" where no gradient is wanted and the weight's digits are there.
+MM_KEPT = kernels("4")("mm_kept(Tensor a, Tensor kept, Tensor? bias, int n, int window, ScalarType dtype) -> Tensor", _mm_kept, _mm_kept_fake)
+DIRECT.append(_direct(MM_KEPT, _mm_kept))
 
 
 def _mm_setup(ctx, inputs, output):

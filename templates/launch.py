@@ -413,6 +413,32 @@ def streamed_plan(m: int, n: int, padded: int, window: int, hw: Hardware, itemsi
     return split(plan, padded, window, max(1, min(splits, padded // (3 * plan.step), 16)))
 
 
+def kept_plan(m: int, n: int, padded: int, window: int, hw: Hardware) -> Plan:
+    """The plan of few or many rows by a weight [n, padded] whose digits are kept: `kept_kernels`.
+
+    Low tiles with four groups of warps, each loading several steps ahead, are programs enough without a
+    split for the weights of a model. More rows want taller tiles, which read the rows' digits less often.
+    """
+    if m > _STREAMED_ROWS or padded > _STREAMED_CONTRACTION or hw.capability < (8, 0):
+        return gemm_plan(m, n, padded, window, 1, hw)
+    bn, groups, warps = few_rows(m), 1, 4
+    if m <= 16 or window == 16 and m <= 32:
+        bm, bk, groups, stages = 32, 64, 4, 4 if m <= 16 and window == 16 else 3
+    elif window == 16:
+        bm, bk, stages = 64, 128, 4
+    elif m <= 32:
+        bm, bk, stages = 64, 64, 5
+    else:
+        bm, bk, warps, stages = 128, 64, 8, 4
+    bytes_a_stage = bk * groups * window // 8 * (bm + bn)
+    plan = Plan(
+        bm, bn, bk, warps, max(1, min(stages, hw.shared // bytes_a_stage)),
+        swap=True, streamed=True, groups=groups,
+    )  # fmt: skip
+    splits = round(hw.sms / -(-n // bm))
+    return split(plan, padded, window, max(1, min(splits, padded // (3 * plan.step), 16)))
+
+
 def index_maxima_tile(elements: int, bfloat16: bool) -> Tile:
     """bfloat16 is compared two at a time, in half the registers."""
     if not bfloat16:
