@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_plans():
     few = launch.kept_plan(16, 4096, 4096, 16, H100)
-    assert few.streamed and (few.bm, few.groups, few.splits, few.words) == (32, 4, 1, 0)
+    assert few.streamed and (few.bm, few.bk, few.splits, few.words) == (32, 256, 1, 0)
     assert launch.kept_plan(16, 1024, 4096, 16, H100).splits == 4
     assert not launch.kept_plan(65, 4096, 4096, 16, H100).streamed
     assert not launch.kept_plan(16, 4096, 4096, 16, launch.Hardware((7, 5), 40)).streamed
