@@ -80,9 +80,9 @@ def _halves(v, power, GRIDS: tl.constexpr):
 
 
 @triton.jit
-def _slab_total(bits, exponent, steps):
-    """Int64 sums of columns of integers that the sums of rounded numbers' bits hold, rounder 1.5 2^exponent."""
-    return tl.sum((bits - (((exponent + 127) << 23) | 0x400000) * steps).to(tl.int64), axis=0)
+def _integers(bits, exponent, steps):
+    """What is in sums of `steps` rounded numbers' bits besides those of the rounder 1.5 2^exponent."""
+    return bits - (((exponent + 127) << 23) | 0x400000) * steps
 
 
 @triton.jit
@@ -165,10 +165,16 @@ def _keep(sums, guess, steps, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, spli
     inside = j < N
     at = split * N + j
     tl.store(maxima_ptr + at, m, mask=inside)
-    tl.store(highs_ptr + at, _slab_total(highs, GRIDS, steps), mask=inside)
-    for k in tl.static_range(GRIDS):
-        low = _slab_total(lows[k], k - 15, steps).to(tl.int32)
-        tl.store(lows_ptr + k * splits * N + at, low, mask=inside)
+    tl.store(highs_ptr + at, tl.sum(_integers(highs, GRIDS, steps).to(tl.int64), axis=0), mask=inside)
+    # The low parts of all grids in one reduction, for each waits for all warps.
+    ours = ()
+    for k in tl.static_range(4):
+        if k < GRIDS:
+            ours = ours + (_integers(lows[k], k - 15, steps),)
+        else:
+            ours = ours + (tl.zeros_like(highs),)
+    joined = tl.reshape(tl.sum(tl.join(tl.join(ours[0], ours[2]), tl.join(ours[1], ours[3])), axis=0), (highs.shape[1], 4))
+    tl.store(lows_ptr + 4 * at[:, None] + tl.arange(0, 4)[None, :], joined, mask=inside[:, None])
     if split == 0:
         tl.store(guesses_ptr + j, guess, mask=inside)
     held = (m < _INFINITY_BITS) & (_exponent(m) - guess < GRIDS)
@@ -182,7 +188,7 @@ def guess_kernel(
     BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, SAMPLE: tl.constexpr, GRIDS: tl.constexpr,
     EVEN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What slabs of `span` rows hold, [sums, splits, N] (low parts [sums, GRIDS, splits, N]).
+    """What slabs of `span` rows hold, [sums, splits, N] (low parts [sums, splits, N, 4], of grid by grid).
 
     Columns of g [M, N] (SHIFT) and of g h (SCALE) are summed; rows of g and h are contiguous; EVEN: BN
     divides N. Also guesses [sums, N], held [tiles, splits], and zeros to the totals [sums, N] and arrivals.
@@ -253,7 +259,7 @@ def guess_kernel(
     if SCALE:
         skip = SHIFT * splits * N
         held &= _keep(
-            sums_h, guess_h, added, maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + GRIDS * skip,
+            sums_h, guess_h, added, maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + 4 * skip,
             split, splits, j, N, GRIDS,
         )  # fmt: skip
     tl.store(held_ptr + tile * splits + split, held)
@@ -294,7 +300,7 @@ def _finish(maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, out_ptr, j, N, splits,
         present = (split < splits)[:, None] & (j < N)[None, :]
         at = split[:, None] * N + j[None, :]
         highs += tl.sum(tl.load(highs_ptr + at, mask=present, other=0), axis=0)
-        lows += tl.sum(tl.load(lows_ptr + (k * splits * N)[None, :] + at, mask=present, other=0).to(tl.int64), axis=0)
+        lows += tl.sum(tl.load(lows_ptr + 4 * at + k[None, :], mask=present, other=0).to(tl.int64), axis=0)
     _store((highs << (15 + GRIDS - k).to(tl.int64)) + lows, m, out_ptr, j, N)
 
 
@@ -318,7 +324,7 @@ def _terms(sums, v, power, low, GRIDS: tl.constexpr):
 def _total(sums, m, low, shift, steps, GRIDS: tl.constexpr):
     """A slab's total; of columns that are not finite 1 for +inf, and 2^32 for -inf."""
     highs, lows, top, bottom = sums
-    total = (_slab_total(highs, GRIDS, steps) << shift) + tl.sum((lows - (low * steps)[None, :]).to(tl.int64), axis=0)
+    total = (tl.sum(_integers(highs, GRIDS, steps).to(tl.int64), axis=0) << shift) + tl.sum((lows - (low * steps)[None, :]).to(tl.int64), axis=0)
     plus = (tl.max(top, axis=0) == float("inf")).to(tl.int64)
     minus = (tl.min(bottom, axis=0) == float("-inf")).to(tl.int64)
     return tl.where(m >= _INFINITY_BITS, plus + (minus << 32), total)
@@ -354,7 +360,7 @@ def finish_kernel(
             if SHIFT:
                 _finish(maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, bias_ptr, j, N, splits, BN, GRIDS)
             if SCALE:
-                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + GRIDS * skip, weight_ptr, j, N, splits, BN, GRIDS)
+                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + 4 * skip, weight_ptr, j, N, splits, BN, GRIDS)
     else:
         start = split * span
         end = tl.minimum(start + span, M)
@@ -450,7 +456,7 @@ def _recipe(g, h, scale, shift, device=None):
     maxima = recipe.reserve(sums * splits * n, torch.int32)
     guesses = recipe.reserve(sums * n, torch.int32)
     highs = recipe.reserve(sums * splits * n, torch.int64)
-    lows = recipe.reserve(sums * plan.grids * splits * n, torch.int32)
+    lows = recipe.reserve(sums * splits * n * 4, torch.int32)
     held = recipe.reserve(tiles * splits, torch.int32)
     totals = recipe.reserve(sums * n, torch.int64)
     arrived = recipe.reserve(tiles, torch.int32)

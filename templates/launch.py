@@ -181,7 +181,7 @@ def digits_tile(side_by_side: bool) -> Tile:
 class Slab(NamedTuple):
     """A program's columns, and the rows that it takes, `unroll` times `rows` at a time.
 
-    `sample` rows guess the lowest of `grids` neighbouring grids, 3 to 5; a pass after a failed guess
+    `sample` rows guess the lowest of `grids` neighbouring grids, 3 or 4; a pass after a failed guess
     takes `again` rows at a time. `registers` of a thread, at most.
     """
 
@@ -199,10 +199,10 @@ class Slab(NamedTuple):
 def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> Slab:
     """Of a matrix [M, N], of two if `sums` are: 128 bytes or more of a row, as many programs as run together.
 
-    A thread adds four neighbours of a row at a time and has 64 bytes on their way; four programs of 128
-    registers a thread run on a multiprocessor, or three of 168 that make two sums, and nothing spills. What a slab leaves behind is as much as seven of its
-    rows (of float32), and a sample is read by each, so slabs are not made short. A sum of parts fits 32
-    bits up to 2048 rows, and 256 of a thread's.
+    In the first launch a thread adds four neighbours of a row at a time and has 64 bytes on their way; four
+    programs of 128 registers a thread run on a multiprocessor, or three of 168 that make two sums, and nothing
+    spills. What a slab leaves behind is as much as seven of its rows (of float32), and a sample is read by
+    each, so slabs are not made short. A sum of parts fits 32 bits up to 2048 rows, and 256 of a thread's.
     """
     warps = 4
     columns = min(64, max(16, _power_of_two(n)))

@@ -212,7 +212,7 @@ def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=4, ag
     "check",
     ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
      "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, again=8); compare_guesses(columns=16, sample=64, device=",
-     "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=5); compare_guesses(columns=64, sample=32, grids=5, device=",
+     "plan(columns=64, span=150, rows=4, unroll=1, sample=32); compare_guesses(columns=64, sample=32, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
 )  # fmt: skip
 def test_in_the_interpreter(check):
