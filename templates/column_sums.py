@@ -158,23 +158,41 @@ def _added(sums, v, power, GRIDS: tl.constexpr):
 
 
 @triton.jit
-def _keep(sums, guess, steps, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, split, splits, j, N, GRIDS: tl.constexpr):
+def _step(
+    sums, sums_h, gs, hs, power, power_h,
+    UNROLL: tl.constexpr, GRIDS: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Both sums with those of UNROLL tiles of g and h."""
+    for u in tl.static_range(UNROLL):
+        v = gs[u].to(tl.float32)
+        if SHIFT:
+            sums = _added(sums, v, power, GRIDS)
+        if SCALE:
+            sums_h = _added(sums_h, v * hs[u].to(tl.float32), power_h, GRIDS)
+    return sums, sums_h
+
+
+@triton.jit
+def _keep(sums, guess, steps, maxima_ptr, guesses_ptr, parts_ptr, split, splits, j, N, GRIDS: tl.constexpr):
     """Store a slab's sums. Returns whether its columns lie on the grids that were guessed."""
     top, highs, lows = sums
     m = tl.max(top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
     inside = j < N
     at = split * N + j
     tl.store(maxima_ptr + at, m, mask=inside)
-    tl.store(highs_ptr + at, tl.sum(_integers(highs, GRIDS, steps).to(tl.int64), axis=0), mask=inside)
-    # The low parts of all grids in one reduction, for each waits for all warps.
-    ours = ()
-    for k in tl.static_range(4):
+    # All others in one reduction, for each waits for all warps. High parts need more than 32 bits.
+    words = ()
+    for k in tl.static_range(6):
         if k < GRIDS:
-            ours = ours + (_integers(lows[k], k - 15, steps),)
+            words = words + (_integers(lows[k], k - 15, steps),)
         else:
-            ours = ours + (tl.zeros_like(highs),)
-    joined = tl.reshape(tl.sum(tl.join(tl.join(ours[0], ours[2]), tl.join(ours[1], ours[3])), axis=0), (highs.shape[1], 4))
-    tl.store(lows_ptr + 4 * at[:, None] + tl.arange(0, 4)[None, :], joined, mask=inside[:, None])
+            words = words + (tl.zeros_like(highs),)
+    high = _integers(highs, GRIDS, steps)
+    words = words + (high & 0xFFF, high >> 12)
+    even = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+    odd = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+    words = tl.reshape(tl.sum(tl.join(even, odd), axis=0), (highs.shape[1], 8))
+    tl.store(parts_ptr + 8 * at.to(tl.int64)[:, None] + tl.arange(0, 8)[None, :], words, mask=inside[:, None])
     if split == 0:
         tl.store(guesses_ptr + j, guess, mask=inside)
     held = (m < _INFINITY_BITS) & (_exponent(m) - guess < GRIDS)
@@ -183,15 +201,16 @@ def _keep(sums, guess, steps, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, spli
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def guess_kernel(
-    g_ptr, h_ptr, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, held_ptr, totals_ptr, arrived_ptr,
+    g_ptr, h_ptr, maxima_ptr, guesses_ptr, parts_ptr, held_ptr, totals_ptr, arrived_ptr,
     M, N, g_stride, h_stride, span, splits,
     BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, SAMPLE: tl.constexpr, GRIDS: tl.constexpr,
     EVEN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What slabs of `span` rows hold, [sums, splits, N] (low parts [sums, splits, N, 4], of grid by grid).
+    """What slabs of `span` rows hold: maxima [sums, splits, N] and sums of parts [sums, splits, N, 8].
 
     Columns of g [M, N] (SHIFT) and of g h (SCALE) are summed; rows of g and h are contiguous; EVEN: BN
-    divides N. Also guesses [sums, N], held [tiles, splits], and zeros to the totals [sums, N] and arrivals.
+    divides N. Parts are low ones by grid, of at most six, and high ones in two words. Also guesses
+    [sums, N], held [tiles, splits], and zeros to the totals [sums, N] and arrivals.
     """
     tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0) % tiles
@@ -222,12 +241,12 @@ def guess_kernel(
     hs = gs
     if SCALE:
         hs = _first_tiles(h_ptr, start + rows, j, full, N, h_stride, BM, UNROLL)
-    if SHIFT:
-        guess = _guess(g, h, False, GRIDS)
-        power = _power(-guess)
-    if SCALE:
+    guess = _guess(g, h, not SHIFT, GRIDS)  # of the only sum, or of both
+    guess_h = guess
+    if SHIFT and SCALE:
         guess_h = _guess(g, h, True, GRIDS)
-        power_h = _power(-guess_h)
+    power = _power(-guess)
+    power_h = _power(-guess_h)
     sums = (tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.int32), _zeros(BM, BN, GRIDS))
     sums_h = sums
     for _ in range(0, steps):
@@ -235,31 +254,21 @@ def guess_kernel(
         h_next = g_next
         if SCALE:
             h_next = _tiles(h_at, j, N, h_stride, BM, UNROLL, EVEN)
-        for u in tl.static_range(UNROLL):
-            v = gs[u].to(tl.float32)
-            if SHIFT:
-                sums = _added(sums, v, power, GRIDS)
-            if SCALE:
-                sums_h = _added(sums_h, v * hs[u].to(tl.float32), power_h, GRIDS)
+        sums, sums_h = _step(sums, sums_h, gs, hs, power, power_h, UNROLL, GRIDS, SHIFT, SCALE)
         gs = g_next
         hs = h_next
         g_at += BM * UNROLL * tl.cast(g_stride, tl.int64)
         h_at += BM * UNROLL * tl.cast(h_stride, tl.int64)
-    for u in tl.static_range(UNROLL):
-        v = gs[u].to(tl.float32)
-        if SHIFT:
-            sums = _added(sums, v, power, GRIDS)
-        if SCALE:
-            sums_h = _added(sums_h, v * hs[u].to(tl.float32), power_h, GRIDS)
+    sums, sums_h = _step(sums, sums_h, gs, hs, power, power_h, UNROLL, GRIDS, SHIFT, SCALE)
 
     added = (steps + 1) * UNROLL
     held = 1
     if SHIFT:
-        held &= _keep(sums, guess, added, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, split, splits, j, N, GRIDS)
+        held &= _keep(sums, guess, added, maxima_ptr, guesses_ptr, parts_ptr, split, splits, j, N, GRIDS)
     if SCALE:
         skip = SHIFT * splits * N
         held &= _keep(
-            sums_h, guess_h, added, maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + 4 * skip,
+            sums_h, guess_h, added, maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip,
             split, splits, j, N, GRIDS,
         )  # fmt: skip
     tl.store(held_ptr + tile * splits + split, held)
@@ -289,19 +298,21 @@ def _largest(maxima_ptr, j, splits, N, BN: tl.constexpr):
 
 
 @triton.jit
-def _finish(maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, out_ptr, j, N, splits, BN: tl.constexpr, GRIDS: tl.constexpr):
+def _finish(maxima_ptr, guesses_ptr, parts_ptr, out_ptr, j, N, splits, BN: tl.constexpr, GRIDS: tl.constexpr):
     """Columns whose grids were guessed: the sums of their slabs."""
     m = _largest(maxima_ptr, j, splits, N, BN)
     k = _exponent(m) - tl.load(guesses_ptr + j, mask=j < N, other=0)
-    highs = tl.zeros((BN,), tl.int64)
-    lows = tl.zeros((BN,), tl.int64)
-    for first in range(0, splits, 16):
-        split = first + tl.arange(0, 16)
+    total = tl.zeros((BN,), tl.int64)
+    shift = (15 + GRIDS - k).to(tl.int64)
+    for first in range(0, splits, 32):
+        split = first + tl.arange(0, 32)
         present = (split < splits)[:, None] & (j < N)[None, :]
-        at = split[:, None] * N + j[None, :]
-        highs += tl.sum(tl.load(highs_ptr + at, mask=present, other=0), axis=0)
-        lows += tl.sum(tl.load(lows_ptr + 4 * at + k[None, :], mask=present, other=0).to(tl.int64), axis=0)
-    _store((highs << (15 + GRIDS - k).to(tl.int64)) + lows, m, out_ptr, j, N)
+        at = parts_ptr + 8 * (split[:, None] * N + j[None, :]).to(tl.int64)
+        low = tl.sum(tl.load(at + k[None, :], mask=present, other=0).to(tl.int64), axis=0)
+        little = tl.sum(tl.load(at + 6, mask=present, other=0), axis=0)
+        large = tl.sum(tl.load(at + 7, mask=present, other=0).to(tl.int64), axis=0)
+        total += (((large << 12) + little) << shift) + low
+    _store(total, m, out_ptr, j, N)
 
 
 @triton.jit
@@ -340,7 +351,7 @@ def _store_total(at, m, out_ptr, j, N):
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def finish_kernel(
-    g_ptr, h_ptr, maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, held_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
+    g_ptr, h_ptr, maxima_ptr, guesses_ptr, parts_ptr, held_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
     M, N, g_stride, h_stride, span, splits,
     BM: tl.constexpr, BN: tl.constexpr, GRIDS: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -358,9 +369,9 @@ def finish_kernel(
     if _all_held(held_ptr + tile * splits, splits) != 0:
         if split == splits - 1:  # the first ones to run
             if SHIFT:
-                _finish(maxima_ptr, guesses_ptr, highs_ptr, lows_ptr, bias_ptr, j, N, splits, BN, GRIDS)
+                _finish(maxima_ptr, guesses_ptr, parts_ptr, bias_ptr, j, N, splits, BN, GRIDS)
             if SCALE:
-                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, highs_ptr + skip, lows_ptr + 4 * skip, weight_ptr, j, N, splits, BN, GRIDS)
+                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip, weight_ptr, j, N, splits, BN, GRIDS)
     else:
         start = split * span
         end = tl.minimum(start + span, M)
@@ -450,18 +461,17 @@ def _run(g, h, weight, bias):
 def _recipe(g, h, scale, shift, device=None):
     """Both launches. What is absent is stood in for by g, and not touched."""
     (m, n), sums = g.shape, scale + shift
-    plan = launch.column_sums_plan(m, n, min(t.element_size() for t in (g, h) if t is not None), sums, launch.hardware(device or g.device))
+    plan = launch.column_sums_plan(m, n, sum(t.element_size() for t in (g, h) if t is not None), sums, launch.hardware(device or g.device))
     tiles, splits = triton.cdiv(n, plan.columns), triton.cdiv(m, plan.span)
     recipe = Recipe()
     maxima = recipe.reserve(sums * splits * n, torch.int32)
     guesses = recipe.reserve(sums * n, torch.int32)
-    highs = recipe.reserve(sums * splits * n, torch.int64)
-    lows = recipe.reserve(sums * splits * n * 4, torch.int32)
+    parts = recipe.reserve(sums * splits * n * 8, torch.int32)
     held = recipe.reserve(tiles * splits, torch.int32)
     totals = recipe.reserve(sums * n, torch.int64)
     arrived = recipe.reserve(tiles, torch.int32)
     g_block = Block(_G)
-    operands = [g_block, Block(_H) if scale else g_block, maxima, guesses, highs, lows, held, totals, arrived]
+    operands = [g_block, Block(_H) if scale else g_block, maxima, guesses, parts, held, totals, arrived]
     outputs = [Block(_WEIGHT) if scale else g_block, Block(_BIAS) if shift else g_block]
     sizes = [m, n, g.stride(0), h.stride(0) if scale else 0, plan.span, splits]
     options = {"BN": plan.columns, "GRIDS": plan.grids, "SHIFT": int(shift), "SCALE": int(scale), "num_warps": plan.warps, **launch.STRICT}

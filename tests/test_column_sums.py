@@ -127,12 +127,12 @@ def run_recipe(g, h, weight, bias):
     buffers = [g, g if h is None else h, *(g if r is None else r for r in results), *recipe.scratch(g.device)]
     recipe.run(buffers)
     tiles = recipe.launches[0].grid
-    held = view(buffers, recipe.launches[0].arguments[6]).cpu()
+    held = view(buffers, recipe.launches[0].arguments[5]).cpu()
     splits = recipe.launches[0].arguments[-1]
     return results[1], results[0], held.view(tiles // splits, splits).amin(1).bool()
 
 
-def compare_guesses(device, columns=32, sample=16, grids=4):
+def compare_guesses(device, columns=32, sample=16, grids=6):
     rows, outcomes = 150, set()
     seen = sampled(rows, sample)
     for factor in (*range(grids + 1), 12):
@@ -149,7 +149,7 @@ def compare_guesses(device, columns=32, sample=16, grids=4):
     assert {(f, True) for f in range(grids)} <= outcomes and {(grids, False), (12, False)} <= outcomes
 
 
-def compare_pairs(device, columns=32, sample=16, grids=4):
+def compare_pairs(device, columns=32, sample=16, grids=6):
     """Both sums of a norm, of which the one, the other, both or neither fail."""
     rows, found = 150, set()
     seen = sampled(rows, sample)
@@ -184,24 +184,24 @@ def compare_unseen(device):
                 y = x.bfloat16() if sample == 1 else x
                 assert_bitwise(run_recipe(y.to(device), None, None, y.dtype)[1].cpu(), P.sum(y, [0], dtype=y.dtype))
     x = torch.zeros(rows, 64)
-    x[int((~sampled(rows, 32)).nonzero()[5])] = 2.0**-123  # the last one of the grids that zeros stand for
+    x[int((~sampled(rows, 32)).nonzero()[5])] = 2.0**-121  # the last one of the grids that zeros stand for
     total, held = run_recipe(x.to(device), None, None, torch.float32)[1:]
-    assert held.all() and torch.equal(total.cpu(), x[0] + 2.0**-123)
+    assert held.all() and torch.equal(total.cpu(), x[0] + 2.0**-121)
 
 
 def compare_extremes(device):
     """The longest slabs of the largest parts: all but the sample lies at the end of the last grid, or just off the first."""
-    plan(columns=16, span=2048, rows=32, unroll=4)
-    seen, x = sampled(2048, 16)[:, None], torch.full((2048, 16), -7.999999)
+    plan(columns=16, span=2000, rows=32, unroll=4)
+    seen, x = sampled(2000, 16)[:, None], torch.full((2000, 16), -31.999999)
     x[:, 1::2] *= -1.0
-    x[:, 2:4] = x[:, 2:4] / 8 * (0.5 - 2.0**-20 + 2.0**-30)
+    x[:, 2:4] = x[:, 2:4] / 32 * (0.5 - 2.0**-20 + 2.0**-30)
     x = torch.where(seen, 0.99999, x)
     total, held = run_recipe(x.to(device), None, None, torch.float32)[1:]
     assert held.all()
     assert_bitwise(total.cpu(), P.sum(x, [0]))
 
 
-def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=4, again=16, registers=128):
+def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128):
     """Any choices for the matrices here: several slabs, and several steps of each."""
     from carbon_compile.templates import launch
 
@@ -211,8 +211,8 @@ def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=4, ag
 @pytest.mark.parametrize(
     "check",
     ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
-     "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, again=8); compare_guesses(columns=16, sample=64, device=",
-     "plan(columns=64, span=150, rows=4, unroll=1, sample=32); compare_guesses(columns=64, sample=32, device=",
+     "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
+     "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
 )  # fmt: skip
 def test_in_the_interpreter(check):
@@ -374,8 +374,8 @@ def test_on_a_gpu():
         plan(span=80)
         compare_guesses("cuda")
         compare_pairs("cuda")
-        plan(columns=16, span=70, rows=16, unroll=3, sample=64, again=8)
-        compare_guesses("cuda", columns=16, sample=64)
+        plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8)
+        compare_guesses("cuda", columns=16, sample=64, grids=5)
     finally:
         launch.column_sums_plan = chosen
     for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):
