@@ -289,29 +289,36 @@ def _all_held(held_ptr, splits):
 @triton.jit
 def _largest(maxima_ptr, j, splits, N, BN: tl.constexpr):
     """Magnitudes of whole columns; many slabs at once, for each load waits for memory."""
-    m = tl.zeros((BN,), tl.int32)
+    m = tl.zeros((32, BN), tl.int32)
     for first in range(0, splits, 32):
         split = first + tl.arange(0, 32)
         present = (split < splits)[:, None] & (j < N)[None, :]
-        m = tl.maximum(m, tl.max(tl.load(maxima_ptr + split[:, None] * N + j[None, :], mask=present, other=0), axis=0))
-    return m
+        m = tl.maximum(m, tl.load(maxima_ptr + split[:, None] * N + j[None, :], mask=present, other=0))
+    return tl.max(m, axis=0)
 
 
 @triton.jit
 def _finish(maxima_ptr, guesses_ptr, parts_ptr, out_ptr, j, N, splits, BN: tl.constexpr, GRIDS: tl.constexpr):
-    """Columns whose grids were guessed: the sums of their slabs."""
+    """Columns whose grids were guessed: the sums of their slabs, in words that one reduction takes at once."""
     m = _largest(maxima_ptr, j, splits, N, BN)
     k = _exponent(m) - tl.load(guesses_ptr + j, mask=j < N, other=0)
-    total = tl.zeros((BN,), tl.int64)
-    shift = (15 + GRIDS - k).to(tl.int64)
+    low = tl.zeros((32, BN), tl.int32)
+    low_top = low
+    high = low
+    high_top = low
     for first in range(0, splits, 32):
         split = first + tl.arange(0, 32)
         present = (split < splits)[:, None] & (j < N)[None, :]
         at = parts_ptr + 8 * (split[:, None] * N + j[None, :]).to(tl.int64)
-        low = tl.sum(tl.load(at + k[None, :], mask=present, other=0).to(tl.int64), axis=0)
-        little = tl.sum(tl.load(at + 6, mask=present, other=0), axis=0)
-        large = tl.sum(tl.load(at + 7, mask=present, other=0).to(tl.int64), axis=0)
-        total += (((large << 12) + little) << shift) + low
+        word = tl.load(at + k[None, :], mask=present, other=0)
+        low += word & 0xFFFF
+        low_top += word >> 16
+        high += tl.load(at + 6, mask=present, other=0)
+        high_top += tl.load(at + 7, mask=present, other=0)
+    lows, highs = tl.split(tl.sum(tl.join(tl.join(low, low_top), tl.join(high, high_top)), axis=0))
+    low, low_top = tl.split(lows.to(tl.int64))
+    high, high_top = tl.split(highs.to(tl.int64))
+    total = (((high_top << 12) + high) << (15 + GRIDS - k).to(tl.int64)) + (low_top << 16) + low
     _store(total, m, out_ptr, j, N)
 
 
@@ -367,11 +374,13 @@ def finish_kernel(
     j = tile * BN + tl.arange(0, BN)
     skip = SHIFT * splits * N
     if _all_held(held_ptr + tile * splits, splits) != 0:
-        if split == splits - 1:  # the first ones to run
+        # Few columns a program, for nothing else is left to do meanwhile; the first programs to run.
+        for block in range(splits - 1 - split, BN // 16, splits):
+            c = tile * BN + block * 16 + tl.arange(0, 16)
             if SHIFT:
-                _finish(maxima_ptr, guesses_ptr, parts_ptr, bias_ptr, j, N, splits, BN, GRIDS)
+                _finish(maxima_ptr, guesses_ptr, parts_ptr, bias_ptr, c, N, splits, 16, GRIDS)
             if SCALE:
-                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip, weight_ptr, j, N, splits, BN, GRIDS)
+                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip, weight_ptr, c, N, splits, 16, GRIDS)
     else:
         start = split * span
         end = tl.minimum(start + span, M)
