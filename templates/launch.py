@@ -215,7 +215,7 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     programs, registers = (3, 168) if sums == 2 else (4, 128)
     slabs = min(128, max(1, programs * hw.sms // -(-n // columns)))
     span = min(max(-(-m // slabs), 64), 2000)
-    return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 1024 // columns, registers)
+    return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
 
 
 # ---- products ----
