@@ -18,7 +18,7 @@ def patch():
 
     def widened(data, source, target, rounding_mode):
         if source == tl.bfloat16 and target == tl.float32:
-            return np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16
+            return (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
         return convert(data, source, target, rounding_mode)
 
     interpreter._patch_lang_tensor, interpreter._convert_float = with_index, widened
