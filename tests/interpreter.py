@@ -1,14 +1,24 @@
-"""Triton's interpreter, made to run with the NumPy of today."""
+"""Triton's interpreter, made to run with the NumPy of today, and to widen as devices do."""
 
 
 def patch():
-    """NumPy 2.4 no longer makes an integer of a one-element array, which the bounds of a loop are."""
+    """NumPy 2.4 no longer makes an integer of a one-element array, which the bounds of a loop are.
+
+    And the interpreter takes most subnormal bfloat16 numbers for zero, or for half of what they are.
+    """
+    import numpy as np
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    plain = interpreter._patch_lang_tensor
+    plain, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def with_index(tensor, scope):
         plain(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = with_index
+    def widened(data, source, target, rounding_mode):
+        if source == tl.bfloat16 and target == tl.float32:
+            return (np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
+        return convert(data, source, target, rounding_mode)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = with_index, widened

@@ -84,17 +84,141 @@ def compare_norms(device):
             assert_bitwise(narrow.cpu(), P.sum(P.mul(g.float(), x.float()), [0], dtype=h_type))
 
 
-def small_slabs():
-    """Several slabs and steps of the matrices here."""
+# --- guesses of grids: what the first launch takes the magnitudes of a column for ---
+
+
+def sampled(rows, sample):
+    """A mask of the rows that the first launch looks at before it reads the others."""
+    chosen = torch.zeros(rows, dtype=torch.bool)
+    chosen[torch.tensor([((s * 0x9E3779B1 & 0xFFFFFFFF) * rows) >> 32 for s in range(sample)])] = True
+    return chosen
+
+
+def exponent(x):
+    """The exponents of columns, as far down as grids go."""
+    largest = x.abs().amax(0)
+    return torch.where(largest > 0, torch.frexp(largest)[1], -200).clamp(min=-125)
+
+
+def guessed(rows, factor, seen, seed=0, width=16):
+    """[rows, 8 width] float32: a sample of magnitudes below 2^b, and one number outside it that is 2^factor times
+    larger. Each block of columns has a b of its own, from subnormals to 2^(128 - factor). Most numbers have few
+    bits, and lie at the end of any grid, where ties are."""
+    g = torch.Generator().manual_seed(seed + factor)
+    rand = lambda low, high, *size: torch.randint(low, high, size, generator=g)  # noqa: E731
+    low, high = -140, 128 - factor
+    b = torch.tensor([low, -125, -124, -60, 0, 65, high - 1, high])[torch.arange(8 * width) // width]
+    down = torch.where(rand(0, 8, rows, 8 * width) > 0, rand(0, 36, rows, 8 * width), 0)
+    mantissa = rand(128, 256, rows, 8 * width) * (1 - 2 * rand(0, 2, rows, 8 * width))
+    mantissa = torch.where(rand(0, 4, rows, 8 * width) == 0, mantissa * 65536 + rand(0, 65536, rows, 8 * width), mantissa * 65536)
+    x = torch.ldexp(mantissa.double(), b - 24 - down)
+    x[int(seen.nonzero()[-1])] = torch.ldexp(rand(129, 256, 8 * width).double(), b - 8)
+    x[int((~seen).nonzero()[rows // 3])] = torch.ldexp(rand(129, 256, 8 * width).double(), b - 8 + factor)
+    return x.float()
+
+
+def run_recipe(g, h, weight, bias):
+    """(sums of g h, sums of g, which tiles of columns held): both launches, with a look at what they left."""
+    from carbon_compile.templates import column_sums
+    from carbon_compile.templates.matmul_recipe import view
+
+    n, recipe = g.shape[1], column_sums._recipe(g, h, weight is not None, bias is not None)
+    results = [None if dtype is None else torch.empty(n, dtype=dtype, device=g.device) for dtype in (bias, weight)]
+    buffers = [g, g if h is None else h, *(g if r is None else r for r in results), *recipe.scratch(g.device)]
+    recipe.run(buffers)
+    tiles = recipe.launches[0].grid
+    held = view(buffers, recipe.launches[0].arguments[5]).cpu()
+    splits = recipe.launches[0].arguments[-1]
+    return results[1], results[0], held.view(tiles // splits, splits).amin(1).bool()
+
+
+def compare_guesses(device, columns=32, sample=16, grids=6):
+    rows, outcomes = 150, set()
+    seen = sampled(rows, sample)
+    for factor in (*range(grids + 1), 12):
+        dtype = TYPES[factor % 2]
+        x = guessed(rows, factor, seen).to(dtype)
+        x = torch.where(x.isinf(), 1.0, x)  # rounded up
+        largest = exponent(x.float())
+        right = largest - exponent(x.float()[seen]).clamp(max=129 - grids) < grids
+        expected = torch.stack([block.all() for block in right.split(columns)])
+        _, found, held = run_recipe(x.to(device), None, None, torch.float32)
+        assert_bitwise(found.cpu(), P.sum(x, [0]))
+        assert torch.equal(held, expected), (factor, dtype)
+        outcomes |= {(factor, v) for v in expected.tolist()}
+    assert {(f, True) for f in range(grids)} <= outcomes and {(grids, False), (12, False)} <= outcomes
+
+
+def compare_pairs(device, columns=32, sample=16, grids=6):
+    """Both sums of a norm, of which the one, the other, both or neither fail."""
+    rows, found = 150, set()
+    seen = sampled(rows, sample)
+    ones, outlier = torch.ones(rows, 8 * 16), int((~seen).nonzero()[7])
+    for factor_g, factor_h in ((0, 0), (9, 0), (0, 9), (9, -9)):
+        g, h = guessed(rows, 2, seen, 1), ones.clone()
+        g[:, :] = g.where(g.abs() > 2.0**-60, 0.0).clamp(-(2.0**60), 2.0**60)
+        g[outlier], h[outlier] = 1.5 * 2.0**factor_g * g[seen].abs().amax(0), 2.0**factor_h
+        right = [exponent(x) - exponent(x[seen]) < grids for x in (g, g * h)]
+        for h_type in (torch.float32, torch.bfloat16):
+            weight, bias, held = run_recipe(g.to(device), h.to(h_type).to(device), torch.float32, torch.float32)
+            assert_bitwise(weight.cpu(), P.sum(P.mul(g, h), [0]))
+            assert_bitwise(bias.cpu(), P.sum(g, [0]))
+            assert torch.equal(held, torch.stack([block.all() for block in (right[0] & right[1]).split(columns)]))
+            found |= set(zip(right[0].tolist(), right[1].tolist(), strict=True))
+    assert len(found) == 4
+
+
+def compare_unseen(device):
+    """Columns that are zero wherever the sample looks, and what is not finite where it doesn't, or only there."""
+    rows = 150
+    for sample in (1, 32):
+        plan(sample=sample, span=80)
+        seen = sampled(rows, sample)
+        for inside in (True, False):
+            for value in (0.0, -0.0, 1.0, -(2.0**-149), 2.0**-122, 3e38, float("inf"), float("-inf"), float("nan")):
+                x = torch.zeros(rows, 40)
+                x[:, ::2] = torch.randn(rows, 20, generator=torch.Generator().manual_seed(1))
+                places = (seen if inside else ~seen).nonzero()
+                x[int(places[-1]), ::3] = value
+                x[int(places[0]), ::5] = -value
+                y = x.bfloat16() if sample == 1 else x
+                assert_bitwise(run_recipe(y.to(device), None, None, y.dtype)[1].cpu(), P.sum(y, [0], dtype=y.dtype))
+    x = torch.zeros(rows, 64)
+    x[int((~sampled(rows, 32)).nonzero()[5])] = 2.0**-121  # the last one of the grids that zeros stand for
+    total, held = run_recipe(x.to(device), None, None, torch.float32)[1:]
+    assert held.all() and torch.equal(total.cpu(), x[0] + 2.0**-121)
+
+
+def compare_extremes(device):
+    """The longest slabs of the largest parts: all but the sample lies at the end of the last grid, or just off the first."""
+    plan(columns=16, span=2000, rows=32, unroll=4)
+    seen, x = sampled(2000, 16)[:, None], torch.full((2000, 16), -31.999999)
+    x[:, 1::2] *= -1.0
+    x[:, 2:4] = x[:, 2:4] / 32 * (0.5 - 2.0**-20 + 2.0**-30)
+    x = torch.where(seen, 0.99999, x)
+    total, held = run_recipe(x.to(device), None, None, torch.float32)[1:]
+    assert held.all()
+    assert_bitwise(total.cpu(), P.sum(x, [0]))
+
+
+def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128):
+    """Any choices for the matrices here: several slabs, and several steps of each."""
     from carbon_compile.templates import launch
 
-    launch.column_sums_plan = lambda m, n, two, hw: launch.Slab(32, 160, 16 if two else 32, 4)
+    launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers)
 
 
-@pytest.mark.parametrize("check", ["compare_sums", "compare_norms", "small_slabs(); compare_sums", "small_slabs(); compare_norms"])
+@pytest.mark.parametrize(
+    "check",
+    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
+     "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
+     "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
+     "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
+)  # fmt: skip
 def test_in_the_interpreter(check):
     pytest.importorskip("triton")
-    code = f"from tests import interpreter; interpreter.patch(); from tests.test_column_sums import *; {check}('cpu'); print('equal')"
+    call = f"{check}'cpu')" if check.endswith("=") else f"{check}('cpu')"
+    code = f"from tests import interpreter; interpreter.patch(); from tests.test_column_sums import *; {call}; print('equal')"
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=pathlib.Path(__file__).parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
@@ -209,21 +333,25 @@ OFFLINE = """
 import torch
 from triton.runtime.jit import MockTensor
 
-from carbon_compile.templates import column_sums, launch
+from carbon_compile.templates import column_sums
+from carbon_compile.templates.matmul_recipe import Block
 from tests.offline import pretend
 
 for capability in (80, 90):
     pretend(capability)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for scale, shift in ((0, 1), (1, 0), (1, 1)):
-            plan = launch.column_sums_plan(4096, 768, bool(scale), launch.hardware(None))
-            g, f32, i32 = MockTensor(dtype), MockTensor(torch.float32), MockTensor(torch.int32)
-            operands, scratch, sizes = (g, f32), (i32, MockTensor(torch.int64), i32), (4096, 768, 768, 768, plan.span, -(-4096 // plan.span))
-            options = {"BM": plan.rows, "BN": plan.columns, "SHIFT": shift, "SCALE": scale, "num_warps": plan.warps, "grid": (1,), **launch.STRICT}
-            column_sums.maxima_kernel.warmup(*operands, *scratch, *sizes, **options)
-            terms = column_sums.terms_kernel.warmup(*operands, *scratch, g, g, *sizes, **options)
-            ptx = terms.asm["ptx"]
-            assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx and "gpu.acq_rel.add.u32" in ptx
+            g = torch.empty(4096, 768, dtype=dtype, device="meta")
+            h = torch.empty(4096, 768, device="meta") if scale else None
+            recipe, types = column_sums.warmable(g, h, torch.float32 if scale else None, torch.float32 if shift else None, "cuda")
+            for step in recipe.launches:
+                arguments = [MockTensor(getattr(a, "dtype", None) or types[a.buffer]) if isinstance(a, Block) else a for a in step.arguments]
+                compiled = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
+                ptx = compiled.asm["ptx"]
+                assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx
+                assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is column_sums.finish_kernel)
+                if step.kernel is column_sums.guess_kernel:
+                    assert "max.NaN.f32" in ptx and "ftz" not in ptx and f"ld.global.v{dtype.itemsize}.b32" in ptx
 print("compiled")
 """
 
@@ -235,15 +363,26 @@ def test_compiles_for_gpus_that_are_not_here():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
+    from carbon_compile.templates import column_sums, launch
+
     compare_sums("cuda")
     compare_norms("cuda")
-    from carbon_compile.templates import column_sums
-
+    chosen = launch.column_sums_plan
+    try:
+        compare_unseen("cuda")
+        compare_extremes("cuda")
+        plan(span=80)
+        compare_guesses("cuda")
+        compare_pairs("cuda")
+        plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8)
+        compare_guesses("cuda", columns=16, sample=64, grids=5)
+    finally:
+        launch.column_sums_plan = chosen
     for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):
         for dtype in TYPES:
-            x = matrix(rows, columns, dtype)
-            for _ in range(3):
-                assert_bitwise(column_sums.column_sum(x.cuda(), dtype).cpu(), P.sum(x, [0], dtype=dtype))
+            for x in (matrix(rows, columns, dtype), torch.randn(rows, columns).to(dtype)):
+                for _ in range(3):
+                    assert_bitwise(column_sums.column_sum(x.cuda(), dtype).cpu(), P.sum(x, [0], dtype=dtype))
 
 
 WARMED = """
@@ -271,7 +410,7 @@ torch.cuda.device = lambda device: contextlib.nullcontext()
 host.compile_processes = lambda device: None
 from carbon_compile.templates import column_sums
 compiled = []
-for kernel in (column_sums.maxima_kernel, column_sums.terms_kernel):
+for kernel in (column_sums.guess_kernel, column_sums.finish_kernel):
     kernel.warmup = lambda *arguments, warmup=kernel.warmup, **options: compiled.append(warmup(*arguments, **options))
 precompile.start(graph).join()
 print("compiled", len(compiled))
