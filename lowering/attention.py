@@ -93,6 +93,15 @@ def attention_weights_backward(grad, weights):
     return torch.ops.carbon.select(absent, zero, P.mul(P.sub(g, total), weights), dtype=torch.float32)
 
 
+@compose("attention_weights_marked(Tensor dropped, Tensor weights) -> Tensor", "5")
+def attention_weights_marked(dropped, weights):
+    """Weights after dropout, equal to `dropped`: those dropped of a query that is NaN throughout are -0, so that
+    its weight of key 0 says so, which of `dropped` need not be NaN. See `exact_bmm`, `causal`."""
+    minus = torch.ops.carbon.select(P.eq(dropped, 0.0, dtype=torch.bool), P.neg(dropped), dropped, dtype=torch.float32)
+    number = P.eq(weights, weights, dtype=torch.bool)
+    return torch.ops.carbon.select(number, dropped, minus, dtype=torch.float32)
+
+
 def _weights_setup(ctx, inputs, output):
     ctx.save_for_backward(output)
 
