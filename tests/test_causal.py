@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from carbon_compile import backend, recognise
+from carbon_compile.bits import assert_bitwise
+from carbon_compile.lowering import registry
 from carbon_compile.templates import launch, matmul
 from carbon_compile.templates.matmul import exact_bmm
 
+from .definition import check_compiled, compiled, defined
 from .offline import printed
 from .test_key_products import on_gpu, same
+
+registry.load()
 
 ROOT = Path(__file__).resolve().parents[1]
 # batch, groups, queries, keys, features: more keys than queries and fewer, groups that end within tiles
@@ -60,6 +67,16 @@ def scored(groups, queries, keys, kind, dtype, batch=2, features=16, seed=0):
     g = torch.Generator().manual_seed(seed)
     q, k = (values(batch, n, features, kind, dtype, g) for n in (groups * queries, keys))
     return (q, k.transpose(1, 2), queries), (k, q.transpose(1, 2), -queries)
+
+
+def forgetful(a, b, **options):
+    """`exact_bmm` of a first operand without what is promised to be zero: no bit may depend on it."""
+    causal = options.get("causal", 0)
+    if causal and options.get("balance") == "keys":
+        key = a[:, :, :1] if causal > 0 else a[:, :1]
+        more = key.isnan() | (key == 0) & key.signbit()
+        a = torch.where(matmul.beyond(*a.shape[1:], causal) & ~more, 0.0, a)
+    return exact_bmm(a, b, **options)
 
 
 def zeroed(product, causal):
@@ -135,3 +152,183 @@ def test_kernels_in_the_interpreter():
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert run.stdout.endswith("equal\n"), run.stderr[-3000:]
+
+
+# --- which products of a graph are told -----------------------------------------------------------------
+
+
+def is_causal(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+
+
+def seen(q, k):
+    return torch.arange(k.shape[-2]) <= torch.arange(q.shape[-2]).unsqueeze(1)
+
+
+def padded(q, k, v, padding):
+    """What is not padding, as libraries write it."""
+    mask = (seen(q, k).expand(q.shape[0], 1, -1, -1) & padding[:, None, None, :]).expand(q.shape[0], -1, -1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def window(q, k, v):
+    """Keys too far back are not seen, nor is the first one by most queries."""
+    near = torch.arange(k.shape[-2]) > torch.arange(q.shape[-2]).unsqueeze(1) - 4
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.logical_and(near, seen(q, k)), scale=-0.7)
+
+
+def both(q, k, v):
+    return is_causal(q, k, v) + F.scaled_dot_product_attention(q, k, v)
+
+
+def shown(q, k, v):
+    """Weights after dropout that somebody else sees too."""
+    scores = torch.ops.carbon.attention_scores(q.flatten(0, 1), k.flatten(0, 1), 24)
+    weights = F.dropout(torch.ops.carbon.attention_weights(scores, seen(q, k)), 0.3)
+    return torch.ops.carbon.bmm_keys(weights, v.flatten(0, 1), 24, torch.float32), weights.signbit()
+
+
+def later_too(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(k.shape[-2]) <= torch.arange(q.shape[-2]).unsqueeze(1) + 1)
+
+
+def given(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def tensors(queries=11, keys=11, heads=3, kv_heads=None, features=8, dtype=torch.float32, kind="plain", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, h, n, features, generator=g).to(dtype) for h, n in ((heads, queries), (kv_heads or heads, keys), (kv_heads or heads, keys)))
+    if kind == "wild":
+        k[0, 0, keys // 2, 0], v[0, -1, keys // 2, 1], q[1, 0, queries // 2, 2] = torch.nan, torch.inf, -torch.inf
+        q[1, 1, 0, 0], q[0, 1] = torch.nan, q[0, 1] * 1e3
+        k[1, -1, 0, 3] = torch.inf
+    return [t.requires_grad_() for t in (q, k, v)]
+
+
+def counted(monkeypatch):
+    """The numbers of products that are told, one a graph."""
+    found = []
+
+    def count(graph):
+        found.append(recognise.causal_products(graph))
+        return found[-1]
+
+    monkeypatch.setattr(backend, "causal_products", count)
+    return found
+
+
+def check_told(monkeypatch, function, inputs, products):
+    """Outputs and gradients are those of a graph that is told nothing, and `products` products are told."""
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "causal_products", lambda graph: 0)
+        torch.manual_seed(5)
+        want = defined(function, inputs)
+    with monkeypatch.context() as patch:
+        found = counted(patch)
+        patch.setattr(matmul, "exact_bmm", forgetful)
+        torch.manual_seed(5)
+        got = defined(function, inputs)
+    for kind, ours, theirs in zip(("output", "gradient"), got, want, strict=True):
+        assert len(ours) == len(theirs)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert_bitwise(a, b, f"{kind} {i}")
+    assert sum(found) == products
+
+
+@pytest.mark.parametrize("kind", ("plain", "wild"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_all_six_products_are_told_and_no_bit_changes(monkeypatch, kind, dtype):
+    for queries, keys in ((11, 11), (9, 14), (14, 5), (1, 1)):
+        check_told(monkeypatch, is_causal, tensors(queries, keys, dtype=dtype, kind=kind), 6)
+
+
+@pytest.mark.parametrize("kind", ("plain", "wild"))
+def test_shared_heads_dropout_and_other_scales(monkeypatch, kind):
+    check_told(monkeypatch, lambda *x: is_causal(*x, enable_gqa=True), tensors(heads=6, kv_heads=2, kind=kind), 6)
+    for p in (0.0, 0.4, 0.9, 1.0):
+        check_told(monkeypatch, lambda *x, p=p: is_causal(*x, dropout_p=p), tensors(kind=kind), 6)
+    check_told(monkeypatch, lambda *x: is_causal(*x, scale=-0.25), tensors(kind=kind), 6)
+    check_told(monkeypatch, lambda *x: is_causal(*x, dropout_p=0.4, enable_gqa=True), tensors(heads=6, kv_heads=2, dtype=torch.bfloat16, kind=kind), 6)
+
+
+@pytest.mark.parametrize("kind", ("plain", "wild"))
+def test_masks_that_are_made_of_sizes(monkeypatch, kind):
+    padding = torch.rand(2, 11) > 0.3
+    padding[0, :3] = False  # queries without keys
+    check_told(monkeypatch, padded, [*tensors(kind=kind), padding], 6)
+    check_told(monkeypatch, window, tensors(kind=kind), 6)
+    check_told(monkeypatch, both, tensors(kind=kind), 6)
+
+
+def test_what_is_not_causal_is_not_told(monkeypatch):
+    causal = torch.ones(11, 11, dtype=torch.bool).tril()
+    check_told(monkeypatch, later_too, tensors(), 0)
+    check_told(monkeypatch, given, [*tensors(), causal], 0)
+    check_told(monkeypatch, lambda *x: is_causal(*x, scale=float("inf")), tensors(), 3)  # O, dV and dP
+    check_told(monkeypatch, shown, [t.detach() for t in tensors(kind="wild")], 1)  # the scores
+    check_told(monkeypatch, lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tensors(), 0)
+
+
+def test_compiled_code_is_the_definition(monkeypatch):
+    found = counted(monkeypatch)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_compiled(is_causal, tensors(dtype=dtype, kind="wild"))
+    check_compiled(is_causal, tensors(dtype=dtype), dynamic=True)
+    assert found[:4] == [6] * 4 and set(found) <= {0, 6}
+
+
+def test_dropout_has_equal_bits_compiled(monkeypatch):
+    results = []
+    for tell in (recognise.causal_products, lambda graph: 0):
+        monkeypatch.setattr(backend, "causal_products", tell)
+        torch.manual_seed(4)
+        results.append(compiled(lambda *x: is_causal(*x, dropout_p=0.5), tensors(kind="wild", dtype=torch.bfloat16)))
+    for ours, theirs in zip(*results, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_bitwise(a, b)
+
+
+OFFLINE = """
+import torch
+from carbon_compile.templates import matmul_kernels
+from tests.offline import pretend
+
+pretend({capability})
+meta = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device="meta")
+names = []
+for dtype, window in ((torch.bfloat16, 16), (torch.float32, 24)):
+    a, b = meta(torch.float32, 24, 512, 512), meta(dtype, 24, 512, 64)
+    long = meta(torch.float32, 24, 1536, 512), meta(dtype, 24, 1536, 64)
+    cases = [(b, b.mT, "none", 512), (meta(dtype, 96, 40, 32), meta(dtype, 96, 32, 300), "none", 40), (long[1], b.mT, "none", 512)]
+    if window == 16:
+        cases += [(a, b, "keys", 512), (a.mT, b, "keys", -512), (long[0], b, "keys", 512), (long[0].mT, long[1], "keys", -512)]
+    for x, y, balance, causal in cases:
+        recipe = matmul_kernels.prepare(x, y, window, balance, None, device="cuda", causal=causal)
+        recipe.warm((x.dtype, y.dtype, None, torch.float32))
+        names.append(recipe.launches[-1].kernel.__name__)
+print(len(names), *sorted(set(names)))
+"""
+
+
+@pytest.mark.parametrize("capability", (80, 90, 120))
+def test_kernels_compile_for_gpus_that_are_not_here(capability):
+    pytest.importorskip("triton")
+    names = printed(OFFLINE.format(capability=capability)).split()
+    assert names[0] == "10" and set(names[1:]) == {"gemm_kernel", "product_kernel", *(["specialised_kernel"] if capability == 90 else [])}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpu_equals_cpu(kind):
+    for window, dtype, batch, groups, queries, keys, features in (
+        (16, torch.bfloat16, 3, 1, 512, 512, 64), (16, torch.bfloat16, 2, 3, 130, 200, 32), (16, torch.float16, 2, 4, 128, 96, 64),
+        (16, torch.bfloat16, 2, 1, 300, 70, 100), (24, torch.float32, 3, 1, 300, 512, 64), (24, torch.float32, 2, 3, 64, 40, 24),
+    ):  # fmt: skip
+        for options, pairs in (({"balance": "keys", "out_dtype": dtype}, promised), ({}, scored)):
+            for a, b, causal in pairs(groups, queries, keys, kind, dtype, batch, features):
+                want = exact_bmm(a, b, window=window, causal=causal, **options)
+                for _ in range(2):  # recorded, then replayed
+                    got = exact_bmm(on_gpu(a), on_gpu(b), window=window, causal=causal, **options)
+                    assert same(got.cpu(), want), (window, dtype, groups, queries, keys, causal, options)
