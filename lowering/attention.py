@@ -17,7 +17,6 @@ from .matmul import BMM, define_product
 from .pointwise import LIBRARY
 from .registry import Refusal, composite, refuse
 
-
 # The last argument of these products, and of `carbon::bmm`, is `exact_bmm`'s `causal`. None here gives one: it is
 # for whoever knows what is zero (`recognise.causal_products`), and a bit never depends on it.
 

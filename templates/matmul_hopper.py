@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carbon_compile.templates.matmul_kernels import _emit, _all_beyond, _store_zeros
+from carbon_compile.templates.matmul_kernels import _all_beyond, _emit, _store_zeros
 
 # Triton 3.9 has another name for it, and keeps the old one only to say so.
 _load_to_shared = getattr(tma, "async_load", tma.async_copy_global_to_shared)

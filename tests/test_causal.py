@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from carbon_compile import backend, recognise
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.lowering import registry
-from carbon_compile.templates import launch, matmul
+from carbon_compile.templates import matmul
 from carbon_compile.templates.matmul import exact_bmm
 
 from .definition import check_compiled, compiled, defined
