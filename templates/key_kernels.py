@@ -140,7 +140,8 @@ def _queries_seeing(first_row, K, length, a_ptr, stride_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _part(group, query, length, K, BLOCK: tl.constexpr):
-    """The blocks of a group's queries from `query` on, without one that the group before had."""
+    """Contraction indices of a group's queries from `query` on, the first at the beginning of a block, but not
+    of a block that the group before had."""
     begin = group * length
     before = tl.cdiv(begin, BLOCK) * BLOCK
     first = tl.maximum(tl.minimum(begin + query, begin + length) // BLOCK * BLOCK, before)
@@ -152,13 +153,13 @@ def product_kernel(
     a_ptr, stride_b, stride_r, stride_k, digits_ptr, maxima_ptr, M, N, K, KP, plane,
     out_ptr, out_b, out_m, out_n, bias_ptr, bias_b, bias_m, bias_n, has_bias, length, groups,
     W: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BP: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    BP: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """BM rows of all N columns of a [batch, M, K] by the keys of `keys_kernel`.
 
     Exponents are found in steps of BP indices of the contraction, products made in steps of BK. Blocks
     of it that are zero by causality are left out: CAUSAL 1, rows are queries and the contraction goes
-    over keys; 2, the other way round; `groups` of `length` queries.
+    over keys; 2, the other way round, from a multiple of ALIGN on; `groups` of `length` queries.
     """
     blocks = tl.cdiv(M, BM)
     pid = tl.program_id(0)
@@ -185,14 +186,14 @@ def product_kernel(
         stop = _keys_seen(m, M, K, length, a_ptr, stride_r)
     elif CAUSAL == 2:
         query = _queries_seeing(block * BM, K, length, a_ptr, stride_k, 512)
-        first, stop = _part(0, query, length, K, BK)
+        first, stop = _part(0, query, length, K, ALIGN)
 
     best = tl.zeros((BM, BP), tl.int32)
     plain = tl.full((BP,), 1, tl.int32)
     best, plain = _measured(best, plain, base, m, maxima_ptr, first, stop, M, K, stride_k, BP)
     if CAUSAL == 2:
         for group in range(1, groups):
-            begin, end = _part(group, query, length, K, BK)
+            begin, end = _part(group, query, length, K, ALIGN)
             best, plain = _measured(best, plain, base, m, maxima_ptr, begin, end, M, K, stride_k, BP)
     largest = tl.max(best, axis=1)
     quick = kernels._ordinary(largest) | (m >= M)
@@ -217,7 +218,7 @@ def product_kernel(
         )  # fmt: skip
         if CAUSAL == 2:
             for group in range(1, groups):
-                begin, end = _part(group, query, length, K, BK)
+                begin, end = _part(group, query, length, K, ALIGN)
                 l0, l1, l2, l3, l4 = _quick_products(
                     power, base, m, maxima_ptr, columns, plane, present, begin, end, M, K, stride_k,
                     l0, l1, l2, l3, l4, W, D, BK,
@@ -245,7 +246,10 @@ def multiply_keys(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan, ca
     x, keys = kernels.operand(a, A, -1, once=False), kernels.operand(b, B, -2, once=False)
     planes, padded = DIGITS[window], launch.padded_contraction(x.k)
     plane = x.batch * keys.rows * padded
-    digits = recipe.reserve(planes * plane, torch.int8)
+    groups = triton.cdiv(x.k, -causal) if causal < 0 else 1
+    # Of one group, a last block may begin within the last of a row: what it reads beyond meets zeros.
+    align = min(plan.bm, plan.bk) if groups == 1 else plan.bk
+    digits = recipe.reserve(planes * plane + plan.bk, torch.int8)
     maxima = recipe.reserve(x.batch * padded, torch.int32)
     tile = launch.keys_tile(plan.bn)
     recipe.launch(
@@ -264,7 +268,8 @@ def multiply_keys(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan, ca
         x.rows, keys.rows, x.k, padded, plane,
         Block(OUT), x.rows * keys.rows, keys.rows, 1,
         Block(OUT if bias is None else BIAS), *bias_strides, int(bias is not None),
-        abs(causal), triton.cdiv(x.k, -causal) if causal < 0 else 1,
+        abs(causal), groups,
         W=window, D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, BP=launch.exponents_width(x.k, plan),
-        BIAS=along, CAUSAL=0 if causal == 0 else 1 if causal > 0 else 2, num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
+        BIAS=along, CAUSAL=0 if causal == 0 else 1 if causal > 0 else 2, ALIGN=align,
+        num_warps=plan.warps, num_stages=plan.stages, **launch.STRICT,
     )  # fmt: skip
