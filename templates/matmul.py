@@ -80,8 +80,8 @@ def exact_bmm(
     where rows are queries (in groups of L, so that query r is r modulo L), -L where rows are keys.
     Without a balance, elements of the result beyond are +0, whatever the operands hold; there may be
     no bias. With "keys" it is the first operand, [queries, keys] or [keys, queries], of which the
-    caller promises that nothing but zeros is beyond, save in queries whose element of key 0 is NaN or
-    -0; what is promised need not be read, and no bit depends on it.
+    caller promises that nothing but zeros is beyond, or NaN in queries whose element of key 0 is NaN
+    or -0; what is promised need not be read, and no bit depends on it.
     """
     return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine, causal=causal)
 

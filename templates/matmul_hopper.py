@@ -194,6 +194,9 @@ def _place(
     m0 = (group * GROUP + inside % height) * BM
     n0 = inside // height * BN
     if CAUSAL != 0:
+        # A program's tiles may have the same place in every batch, and so all of them be work or none.
+        turn = batch * tiles // gl.num_programs(0)
+        m0 = (m0 // BM + turn) % tiles_m * BM
         steps = gl.where(_all_beyond(m0, n0, BM, BN, M, N, length, CAUSAL), 0, steps)
     return batch, m0, n0, k_start, steps
 

@@ -113,18 +113,43 @@ def _with_bias(c, bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS: tl.const
 
 
 @triton.jit
+def _last_query(first, length, BLOCK: tl.constexpr, rows):
+    """The last of the queries from row `first` on, which are in groups of `length`."""
+    last = tl.minimum(first + BLOCK, rows) - 1
+    # A tile that goes on into the next group has the last query of its own.
+    return tl.where(first // length == last // length, last % length, length - 1)
+
+
+@triton.jit
 def _all_beyond(row, column, BM: tl.constexpr, BN: tl.constexpr, M, N, length, CAUSAL: tl.constexpr):
     """Whether all of the tile [BM, BN] at `row`, `column` is beyond what queries see of keys.
 
     CAUSAL as of `gemm_kernel`: queries are rows (1) or columns (2), in groups of `length`.
     """
     if CAUSAL == 1:
-        first, last, key = row, tl.minimum(row + BM, M) - 1, column
+        beyond = column > _last_query(row, length, BM, M)
     else:
-        first, last, key = column, tl.minimum(column + BN, N) - 1, row
-    # A tile that goes on into the next group has the last query of its own.
-    query = tl.where(first // length == last // length, last % length, length - 1)
-    return key > query
+        beyond = row > _last_query(column, length, BN, N)
+    return beyond
+
+
+@triton.jit
+def _seen_contraction(
+    start, stop, row, column, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, M, N, length,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """From where to where, of a contraction over keys (CAUSAL 3, 4) or queries (5, 6), the digits of the tile
+    at `row`, `column` are not zero by causality; the others are rows (3, 5) or columns (4, 6). What is NaN
+    has told its row's exponent."""
+    if CAUSAL == 3:
+        stop = tl.minimum(stop, _last_query(row, length, BM, M) + 1)
+    elif CAUSAL == 4:
+        stop = tl.minimum(stop, _last_query(column, length, BN, N) + 1)
+    elif CAUSAL == 5:
+        start = tl.maximum(start, row // BK * BK)
+    else:
+        start = tl.maximum(start, column // BK * BK)
+    return start, tl.maximum(start, stop)
 
 
 @triton.jit
@@ -333,7 +358,8 @@ def gemm_kernel(
     WORDS = 0: the span is all of it, and the result is stored; -WORDS > 0: the total, as words of 16
     bits. Else the tile's total is added to one or two int64 words in memory, for `finish_kernel`
     or `words_kernel`. CAUSAL: rows (1) or columns (2) are queries, in groups of `length`, the others
-    keys, and results are +0 where the key comes after the query; there, nothing is multiplied.
+    keys, and results are +0 where the key comes after the query; there, nothing is multiplied. 3 to 6:
+    of balance "keys", see `_seen_contraction`.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -350,7 +376,7 @@ def gemm_kernel(
     tile_m = group * GROUP + inside % height
     tile_n = inside // height
 
-    if CAUSAL != 0:
+    if (CAUSAL == 1) | (CAUSAL == 2):
         if _all_beyond(tile_m * BM, tile_n * BN, BM, BN, M, N, length, CAUSAL):
             if WORDS == 0:
                 _store_zeros(out_ptr + batch.to(tl.int64) * out_b, tile_m * BM + tl.arange(0, BM),
@@ -360,7 +386,13 @@ def gemm_kernel(
     a_row = batch * a_batch + tile_m * BM
     b_row = batch * b_batch + tile_n * BN
     k_start = split * span
-    steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
+    if CAUSAL >= 3:
+        k_start, k_stop = _seen_contraction(
+            k_start, tl.minimum(k_start + span, KP), tile_m * BM, tile_n * BN, BM, BN, BK, M, N, length, CAUSAL
+        )
+        steps = tl.cdiv(k_stop - k_start, BK)
+    else:
+        steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
     if JOINT:
         top, low = _joint(
             a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA
@@ -528,20 +560,20 @@ def prepare(
         qa, qb = qb, qa
         if bias is not None:
             bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
-    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan, causal=0 if balance == "keys" else causal)
+    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan, None, causal, balance == "keys")
     return recipe
 
 
 def multiply_digits(
     recipe: Recipe, qa: Digits, qb: Digits, window: int, batch: int,
     bias_strides: tuple[int, int, int] | None, plan: launch.Plan, words: tuple[Block, int] | None = None,
-    causal: int = 0,
+    causal: int = 0, keys: bool = False,
 ) -> None:  # fmt: skip
     """The product of quantised operands into the contiguous result [..., M, N].
 
     `words`: instead of results their exact totals, into a block of int16 [batch, count, M, N], as
     `count` words of 16 bits, the lowest first; a count that holds them is the caller's affair. `causal`
-    as of `exact_bmm`, of results.
+    as of `exact_bmm`, `keys` for the balance.
     """
     m, n = qa.rows, qb.rows
     elements = batch * m * n
@@ -552,7 +584,7 @@ def multiply_digits(
         qa, qb, m, n = qb, qa, n, m
         strides = (strides[0], strides[2], strides[1])
         bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
-        causal = -causal
+        causal = causal if keys else -causal
     along = 0 if bias_strides[1] == 0 else 1 if bias_strides[2] == 0 else 2
     planes = DIGITS[window]
     out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
@@ -575,7 +607,12 @@ def multiply_digits(
         m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, total_plane,
         *strides, *bias_strides, int(has_bias), abs(causal),
     )  # fmt: skip
-    queries = 0 if causal == 0 else 1 if causal > 0 else 2
+    if causal == 0 or keys and plan.specialised:  # whose warps count on as many steps
+        queries = 0
+    elif keys:
+        queries = (3 if causal > 0 else 5) + plan.swap
+    else:
+        queries = 1 if causal > 0 else 2
     constants = dict(
         D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=kept,
         JOINT=plan.joint, BIAS=along, CAUSAL=queries, **launch.STRICT,
