@@ -17,8 +17,8 @@ from .matmul import BMM, define_product
 from .pointwise import LIBRARY
 from .registry import Refusal, composite, refuse
 
-# The last argument of these products, and of `carbon::bmm`, is `exact_bmm`'s `causal`. None here gives one: it is
-# for whoever knows what is zero (`recognise.causal_products`), and a bit never depends on it.
+# The last argument of these products, and of `carbon::bmm`, is `causal` of `exact_bmm`. Attention leaves it 0: where
+# a graph shows what is zero, `recognise.causal_products` sets it, and no bit of attention depends on it.
 
 
 def _scores(q, k, window, causal=0):

@@ -12,6 +12,9 @@ is written:
    finds its rows' exponents, then makes the digits of a tile in registers and multiplies them at once,
    all levels side by side.
 
+What causality makes zero is neither read nor multiplied, in blocks of the contraction: about half of it,
+where queries and keys are the same tokens.
+
 Integers, exponents and decisions are those of `quantize_kernels`, totals and results those of
 `matmul_kernels`: the same bits. Rows that the quick way of quantising cannot hold make their program
 go the general way.

@@ -366,7 +366,12 @@ def gemm_kernel(
     tiles = tiles_m * tiles_n
     splits = tl.cdiv(KP, span)
     pid = tl.program_id(0)
+    if CAUSAL >= 3:  # the longest programs of all batches begin
+        batches = tl.num_programs(0) // (tiles * splits)
+        pid = pid % batches * (tiles * splits) + pid // batches
     tile = pid % tiles
+    if (CAUSAL == 3) | (CAUSAL == 4):
+        tile = tiles - 1 - tile
     split = pid // tiles % splits
     batch = pid // tiles // splits
     # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
