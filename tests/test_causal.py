@@ -302,10 +302,13 @@ PLACES = """
 import types
 from carbon_compile.templates import matmul_hopper
 
+def seen_by_none(row, column):
+    return column > row % 512 + 63
+
 def place(index, batches, m, n, causal, programs, BM, BN):
     cdiv = lambda a, b: -(-a // b)
     gl = types.SimpleNamespace(cdiv=cdiv, minimum=min, num_programs=lambda axis: programs, where=lambda c, a, b: a if c else b)
-    beyond = lambda row, column, *rest: column > row % 64
+    beyond = lambda row, column, *rest: seen_by_none(row, column)
     function = types.FunctionType(matmul_hopper._place.fn.__code__, {"gl": gl, "_all_beyond": beyond})
     return function(index, m, n, 64, 64, 64, BM, BN, 64, 8, causal)
 
@@ -313,7 +316,7 @@ for batches, m, n, programs in ((96, 512, 512, 264), (5, 200, 70, 132), (3, 1200
     count = batches * -(-m // 64) * -(-n // 128)
     found = [[place(i, batches, m, n, causal, programs, 64, 128) for i in range(count)] for causal in (0, 1)]
     assert all(sorted(x[:3] for x in each) == sorted({x[:3] for x in found[0]}) for each in found)
-    assert all(x[4] == 0 if x[2] > x[1] % 64 else x[4] == 1 for x in found[1]) and all(x[4] == 1 for x in found[0])
+    assert all(x[4] == (not seen_by_none(x[1], x[2])) for x in found[1]) and all(x[4] == 1 for x in found[0])
     if count > 20 * programs // 2:
         # No program is left with work alone, or with none.
         work = [sum(x[4] for x in found[1][p::programs]) for p in range(programs)]
