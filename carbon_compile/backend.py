@@ -37,7 +37,7 @@ from .lowering import (
 )
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
-from .recognise import cut_products, rounded_partials
+from .recognise import causal_products, cut_products, rounded_partials
 from .rewrite import (
     ambient_policy,
     copy_expanded_outputs,
@@ -156,8 +156,9 @@ class JointPass(host.custom_graph_pass()):
         region, gm = self.region, graph.owning_module
         region.dump("before.txt", lambda: readable(gm))
         cut_products(graph)
-        judge = Judge(gm, region.graph_report.policy)
         self.identity = graph_hash(graph)
+        causal_products(graph)  # not part of the identity: no bit depends on it
+        judge = Judge(gm, region.graph_report.policy)
         with logged("judge and rewrite"):
             for node in uninitialised_reads(graph):
                 judge.report.add(Diagnostic.of("CB609", node))

@@ -124,16 +124,16 @@ def _mm(a, b, bias, window, balance, dtype):
     return a, b, {"window": window, "balance": balance, "bias": bias, "out_dtype": dtype}
 
 
-def _bmm(a, b, window, dtype):
-    return a, b, {"window": window, "out_dtype": dtype}
+def _bmm(a, b, window, dtype, causal=0):
+    return a, b, {"window": window, "out_dtype": dtype, "causal": causal}
 
 
-def _bmm_keys(a, b, window, dtype):
-    return a, b, {"window": window, "balance": "keys", "out_dtype": dtype}
+def _bmm_keys(a, b, window, dtype, causal=0):
+    return a, b, {"window": window, "balance": "keys", "out_dtype": dtype, "causal": causal}
 
 
-def _scores(q, k, window):
-    return q, k.transpose(1, 2), {"window": window}
+def _scores(q, k, window, causal=0):
+    return q, k.transpose(1, 2), {"window": window, "causal": causal}
 
 
 _OPTIONS = {

@@ -11,14 +11,23 @@ balance takes over the whole.
 **The gradient of a cross-entropy.** The derivative of log_softmax needs the sum of the incoming gradient over
 all classes; that of nll_loss is zero at every class but the target's. The sum is known without adding, so the
 gradient of the logits is pointwise.
+
+**Attention in which no query sees a later key.** Its weights and their gradient are zero there, and so may be
+its scores and the gradient that comes to the weights: the six products leave that half out. That a mask is such a
+one is shown by its value, if it is made of nothing but sizes: `is_causal`, and the masks that libraries make.
+No bit depends on it.
 """
 
+import math
 import operator
 
 import torch
 
+from . import host
+from .lowering import attention
 from .lowering import prims as P
 from .lowering.collective import MM_CUT, _group, c10d, process_group
+from .templates import matmul as templates
 
 MM = torch.ops.carbon.mm.default
 _aten = torch.ops.aten
@@ -174,3 +183,158 @@ def gradient_of_targets(node):
         return None
     # A row of one dimension has nothing after the classes that could be folded.
     return (source, dtypes) if classes or len(shape) == 1 else None
+
+
+# --- causal attention -----------------------------------------------------------------------------------
+
+_WEIGHTS = torch.ops.carbon.attention_weights.default
+_WEIGHTS_BACKWARD = torch.ops.carbon.attention_weights_backward.default
+_MARKED = torch.ops.carbon.attention_weights_marked.default
+_SCORES, _KEYS, _BMM = attention.SCORES, attention.KEYS, attention.BMM
+_RENAMED = _SHAPES | {_aten.alias.default, _aten.detach.default}
+_ANDS = {_aten.bitwise_and.Tensor, _aten.logical_and.default}
+_MASK = 1 << 27  # elements of a mask that are worth computing while compiling
+
+
+def causal_products(graph):
+    """Tell the products of causal attention in a joint graph what is zero, in place; returns how many there are.
+
+    The graph's nodes have `meta["val"]`. Attention of symbolic sizes is left as it is.
+    """
+    known, queries = {}, {}
+    for node in graph.nodes:
+        if node.target is _WEIGHTS and (length := _causal(node, known)):
+            queries[node] = length
+    found = 0
+    for node in list(graph.nodes) if queries else ():
+        product = None
+        if node in queries:
+            product, length = _behind(node.args[0], _SCORES, node), queries[node]
+        elif node.target is _WEIGHTS_BACKWARD and (weights := _original(node.args[1])) in queries:
+            product, length = _behind(node.args[0], _BMM, weights), queries[weights]
+        elif node.target is _KEYS:
+            length = _of_weights(graph, node, queries)
+            product = node if length else None
+        if product is not None and len(product.args) == (3 if product.target is _SCORES else 4):
+            product.args = (*product.args, length)
+            found += 1
+    return found
+
+
+def _causal(weights, known):
+    """The number of queries, if none sees a later key; 0 otherwise."""
+    mask, shape = weights.args[1], weights.meta["val"].shape
+    if mask is None or not all(isinstance(n, int) for n in shape) or not math.prod(shape):
+        return 0
+    if mask not in known:
+        known[mask] = _excludes_later(mask, *shape[-2:])
+    return shape[-2] if known[mask] else 0
+
+
+def _excludes_later(mask, queries, keys):
+    """Whether the mask [..., queries, keys], true for keys that are seen, is provably false beyond each query."""
+    value = mask.meta["val"]
+    if value.dtype is not torch.bool or tuple(value.shape[-2:]) != (queries, keys):
+        return False
+    if mask.target in _ANDS and any(_excludes_later(each, queries, keys) for each in mask.all_input_nodes):
+        return True
+    if mask.target is _aten.expand.default or mask.target in _SAME:
+        return _excludes_later(mask.args[0], queries, keys)
+    with host.real_tensors():
+        value = _constant(mask)
+        return value is not None and not (value & templates.beyond(queries, keys, queries)).any()
+
+
+def _constant(node):
+    """The value, on a CPU, of what depends on no input of the graph and no random number; else None."""
+    steps, waiting = set(), [node]
+    while waiting:
+        step = waiting.pop()
+        if step in steps:
+            continue
+        value = step.meta.get("val")
+        plain = isinstance(step.target, torch._ops.OpOverload) and step.target.namespace in ("aten", "prims")
+        if not plain or torch.Tag.nondeterministic_seeded in step.target.tags or step.target._schema.is_mutable:
+            return None
+        if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape) or value.numel() > _MASK:
+            return None
+        steps.add(step)
+        waiting += step.all_input_nodes
+    values = {}
+    for step in node.graph.nodes:
+        if step in steps:
+            here = {"device": torch.device("cpu")} if "device" in step.kwargs else {}
+            args, kwargs = torch.fx.node.map_arg((step.args, {**step.kwargs, **here}), values.__getitem__)
+            values[step] = step.target(*args, **kwargs)
+    return values[node]
+
+
+def _original(node):
+    while node.target in _SAME:
+        node = node.args[0]
+    return node
+
+
+def _behind(node, target, weights):
+    """The product that reaches `node` element by element, and goes nowhere else; None if there is no such."""
+    while node.target is not target:
+        if len(node.users) != 1 or not (_keeps_zeros(node) or node.target is _aten.masked_fill.Scalar):
+            return None
+        node = node.args[0]
+    return node if len(node.users) == 1 and _folded(node.meta["val"].shape, weights) else None
+
+
+def _folded(shape, weights):
+    """Whether elements in order of a [batch, queries, keys] are those of weights [..., queries, keys], each row a row."""
+    queries, keys = weights.meta["val"].shape[-2:]
+    return shape[-1] == keys and shape[-2] % queries == 0
+
+
+def _keeps_zeros(node):
+    """Whether a node shows or scales its argument: zeros stay zero, NaN stays NaN."""
+    if node.target is _aten.mul.Tensor:
+        return isinstance(node.args[1], int | float) and math.isfinite(node.args[1])
+    return node.target in _RENAMED
+
+
+def _of_weights(graph, product, queries):
+    """`causal` of a product by keys whose first operand is made of causal weights or of their gradient; else 0.
+
+    Weights that dropout has zeroed in places are marked.
+    """
+    node, sign, dropped = product.args[0], 1, None
+    if node.target is _aten.transpose.int and {d % 3 for d in node.args[1:]} == {1, 2}:
+        node, sign = node.args[0], -1
+    while _keeps_zeros(node) or node.target is _aten.masked_fill.Scalar and node.args[2] == 0:
+        dropped = dropped or (None if _keeps_zeros(node) else node)
+        node = node.args[0]
+    marked = node if node.target is _MARKED else None
+    weights = _original(node.args[1] if marked or node.target is _WEIGHTS_BACKWARD else node)
+    shape = product.args[0].meta["val"].shape
+    if weights not in queries or not _folded(shape[1:] if sign > 0 else shape[:0:-1], weights):
+        return 0
+    if marked is None and dropped is not None and not _mark(graph, dropped, node):
+        return 0
+    return sign * queries[weights]
+
+
+def _mark(graph, dropped, weights):
+    """Mark the weights after dropout, if products by keys are all they are for, and they are weights."""
+    if weights.target is not _WEIGHTS or not _only_multiplied(dropped):
+        return False
+    with graph.inserting_after(dropped):
+        marked = graph.call_function(_MARKED, (dropped, weights))
+    marked.meta = dict(dropped.meta)
+    dropped.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
+    return True
+
+
+def _only_multiplied(node):
+    """Whether a node goes nowhere but into first operands of products by keys."""
+    for user in node.users:
+        if user.target is _KEYS:
+            if user.args[1] is node:
+                return False
+        elif not (user.target is _aten.transpose.int or _keeps_zeros(user)) or not _only_multiplied(user):
+            return False
+    return True

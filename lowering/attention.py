@@ -17,54 +17,57 @@ from .matmul import BMM, define_product
 from .pointwise import LIBRARY
 from .registry import Refusal, composite, refuse
 
-
-def _scores(q, k, window):
-    """q [B, L, E] times k [B, S, E] transposed, to binary32."""
-    return templates.exact_bmm(q, k.transpose(1, 2), window=window)
+# The last argument of these products, and of `carbon::bmm`, is `causal` of `exact_bmm`. Attention leaves it 0: where
+# a graph shows what is zero, `recognise.causal_products` sets it, and no bit of attention depends on it.
 
 
-def _bmm_keys(a, b, window, dtype):
+def _scores(q, k, window, causal=0):
+    """q [B, L, E] times k [B, S, E] transposed, to binary32; with `causal` zero where no query sees a key."""
+    return templates.exact_bmm(q, k.transpose(1, 2), window=window, causal=causal)
+
+
+def _bmm_keys(a, b, window, dtype, causal=0):
     """a [B, M, K] times b [B, K, N], where b is quantised by its rows: see "keys" in section 5."""
-    return templates.exact_bmm(a, b, window=window, balance="keys", out_dtype=dtype)
+    return templates.exact_bmm(a, b, window=window, balance="keys", out_dtype=dtype, causal=causal)
 
 
-def _scores_fake(q, k, window):
+def _scores_fake(q, k, window, causal=0):
     torch._check(q.shape[2] == k.shape[2], lambda: f"queries of {q.shape[2]} features do not fit keys of {k.shape[2]}")
     return q.new_empty((q.shape[0], q.shape[1], k.shape[1]), dtype=torch.float32)
 
 
-def _bmm_keys_fake(a, b, window, dtype):
+def _bmm_keys_fake(a, b, window, dtype, causal=0):
     torch._check(a.shape[2] == b.shape[1], lambda: f"bmm_keys cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
 
 
-SCORES = define_product("attention_scores", "5", "(Tensor q, Tensor k, int window) -> Tensor", _scores, _scores_fake)
-KEYS = define_product("bmm_keys", "5", "(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", _bmm_keys, _bmm_keys_fake)
+SCORES = define_product("attention_scores", "5", "(Tensor q, Tensor k, int window, SymInt causal=0) -> Tensor", _scores, _scores_fake)
+KEYS = define_product("bmm_keys", "5", "(Tensor a, Tensor b, int window, ScalarType dtype, SymInt causal=0) -> Tensor", _bmm_keys, _bmm_keys_fake)
 
 
 def _scores_setup(ctx, inputs, output):
-    q, k, ctx.window = inputs
+    q, k, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(q, k)
 
 
 def _scores_backward(ctx, grad):
     """dQ = dS K and dK = dS^T Q: no key or query without weight shows in another's gradient."""
     q, k = ctx.saved_tensors
-    dq = KEYS(grad, k, ctx.window, q.dtype) if ctx.needs_input_grad[0] else None
-    dk = KEYS(grad.transpose(1, 2), q, ctx.window, k.dtype) if ctx.needs_input_grad[1] else None
-    return dq, dk, None
+    dq = KEYS(grad, k, ctx.window, q.dtype, ctx.causal) if ctx.needs_input_grad[0] else None
+    dk = KEYS(grad.transpose(1, 2), q, ctx.window, k.dtype, -ctx.causal) if ctx.needs_input_grad[1] else None
+    return dq, dk, None, None
 
 
 def _bmm_keys_setup(ctx, inputs, output):
-    a, b, ctx.window, _ = inputs
+    a, b, ctx.window, _, ctx.causal = inputs
     ctx.save_for_backward(a, b)
 
 
 def _bmm_keys_backward(ctx, grad):
     a, b = ctx.saved_tensors
-    da = BMM(grad, b.transpose(1, 2), ctx.window, a.dtype) if ctx.needs_input_grad[0] else None
-    db = KEYS(a.transpose(1, 2), grad, ctx.window, b.dtype) if ctx.needs_input_grad[1] else None
-    return da, db, None, None
+    da = BMM(grad, b.transpose(1, 2), ctx.window, a.dtype, ctx.causal) if ctx.needs_input_grad[0] else None
+    db = KEYS(a.transpose(1, 2), grad, ctx.window, b.dtype, -ctx.causal) if ctx.needs_input_grad[1] else None
+    return da, db, None, None, None
 
 
 torch.library.register_autograd("carbon::attention_scores", _scores_backward, setup_context=_scores_setup, lib=LIBRARY)
@@ -87,6 +90,15 @@ def attention_weights_backward(grad, weights):
     g = torch.ops.carbon.select(absent, zero, grad, dtype=torch.float32)
     total = P.sum(P.mul(g, weights), [-1], True)
     return torch.ops.carbon.select(absent, zero, P.mul(P.sub(g, total), weights), dtype=torch.float32)
+
+
+@compose("attention_weights_marked(Tensor dropped, Tensor weights) -> Tensor", "5")
+def attention_weights_marked(dropped, weights):
+    """Weights after dropout, equal to `dropped`: those dropped of a query that is NaN throughout are -0, so that
+    its weight of key 0 says so, which of `dropped` need not be NaN. See `exact_bmm`, `causal`."""
+    minus = torch.ops.carbon.select(P.eq(dropped, 0.0, dtype=torch.bool), P.neg(dropped), dropped, dtype=torch.float32)
+    number = P.eq(weights, weights, dtype=torch.bool)
+    return torch.ops.carbon.select(number, dropped, minus, dtype=torch.float32)
 
 
 def _weights_setup(ctx, inputs, output):

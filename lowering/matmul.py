@@ -77,11 +77,11 @@ def _mm_fake(a, b, bias, window, balance, dtype):
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
-def _bmm(a, b, window, dtype):
-    return templates.exact_bmm(a, b, window=window, out_dtype=dtype)
+def _bmm(a, b, window, dtype, causal=0):
+    return templates.exact_bmm(a, b, window=window, out_dtype=dtype, causal=causal)
 
 
-def _bmm_fake(a, b, window, dtype):
+def _bmm_fake(a, b, window, dtype, causal=0):
     torch._check(a.dim() == 3 and b.dim() == 3, lambda: f"bmm takes 3-D operands, got {a.dim()}-D and {b.dim()}-D")
     torch._check(a.shape[2] == b.shape[1], lambda: f"bmm cannot contract {tuple(a.shape)} with {tuple(b.shape)}")
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype)
@@ -89,7 +89,7 @@ def _bmm_fake(a, b, window, dtype):
 
 MM = define_product("mm", "4", "(Tensor a, Tensor b, Tensor? bias, int window, str balance, ScalarType dtype) -> Tensor", _mm, _mm_fake)
 MM_KERNEL = torch.ops.carbon.mm_kernel.default
-BMM = define_product("bmm", "4", "(Tensor a, Tensor b, int window, ScalarType dtype) -> Tensor", _bmm, _bmm_fake)
+BMM = define_product("bmm", "4", "(Tensor a, Tensor b, int window, ScalarType dtype, SymInt causal=0) -> Tensor", _bmm, _bmm_fake)
 
 
 def _mm_kept(a, kept, bias, n, window, dtype):
@@ -132,15 +132,17 @@ def weight_gradient(a, grad, window, b):
 
 
 def _bmm_setup(ctx, inputs, output):
-    a, b, ctx.window, _ = inputs
+    a, b, ctx.window, _, ctx.causal = inputs
     ctx.save_for_backward(a, b)
 
 
 def _bmm_backward(ctx, grad):
     a, b = ctx.saved_tensors
+    if ctx.causal != 0:
+        grad = grad.masked_fill(templates.beyond(*grad.shape[1:], ctx.causal, grad.device), 0.0)
     da = BMM(grad, b.transpose(1, 2), ctx.window, a.dtype) if ctx.needs_input_grad[0] else None
     db = BMM(a.transpose(1, 2), grad, ctx.window, b.dtype) if ctx.needs_input_grad[1] else None
-    return da, db, None, None
+    return da, db, None, None, None
 
 
 torch.library.register_autograd("carbon::mm", _mm_backward, setup_context=_mm_setup, lib=LIBRARY)

@@ -188,8 +188,8 @@ def _multiply_few_rows(recipe: Recipe, qa: Digits, qw: Digits, window: int, bias
         recipe.launch(
             products.finish_kernel, triton.cdiv(n, rows) * triton.cdiv(m, columns),
             out, total, added, qw.exponents, qa.exponents,
-            n, m, 0, 0, m * n, 0, *strides[::-1], 0, *bias_strides[::-1], int(bias is not None),
-            BM=rows, BN=columns, WORDS=plan.words, BIAS=along, num_warps=4, **launch.STRICT,
+            n, m, 0, 0, m * n, 0, *strides[::-1], 0, *bias_strides[::-1], int(bias is not None), 0,
+            BM=rows, BN=columns, WORDS=plan.words, BIAS=along, CAUSAL=0, num_warps=4, **launch.STRICT,
         )  # fmt: skip
 
 

@@ -68,14 +68,29 @@ def exact_bmm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     engine: str = "int8",
+    causal: int = 0,
 ) -> Tensor:
     """The exact product of a [B, M, K] and b [B, K, N], any strides (0 too): [B, M, N].
 
     As `exact_mm`; an operand expanded over the batch is quantised once. `balance` is "none" or
     "keys" (contract section 5): b is quantised by its rows k, whose exponents are folded into a, so
     that row i of the result depends on no b[k] with a[i, k] = 0; K = 1 is no exception to it.
+
+    `causal` is for products of attention [queries, keys] in which query l sees no key beyond l: L > 0
+    where rows are queries (in groups of L, so that query r is r modulo L), -L where rows are keys.
+    Without a balance, elements of the result beyond are +0, whatever the operands hold; there may be
+    no bias. With "keys" it is the first operand, [queries, keys] or [keys, queries], of which the
+    caller promises that nothing but zeros is beyond, or NaN in queries whose element of key 0 is NaN
+    or -0; what is promised need not be read, and no bit depends on it.
     """
-    return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine)
+    return _product(a, b, 3, BATCHED_BALANCES, window, balance, bias, out_dtype, engine, causal=causal)
+
+
+def beyond(rows: int, columns: int, causal: int, device=None) -> Tensor:
+    """Which elements of [rows, columns] are beyond: bool; `causal` as of `exact_bmm`."""
+    r = torch.arange(rows, device=device).unsqueeze(1)
+    c = torch.arange(columns, device=device)
+    return c > r % causal if causal > 0 else r > c % -causal
 
 
 def precompilation(
@@ -113,7 +128,7 @@ def _recipes(products, device):
         recipe = matmul_kernels.prepare(
             a, b, options["window"], options.get("balance", "none"),
             None if bias is None else bias.expand(shape), engine,
-            options.get("transposed", False), device=device,
+            options.get("transposed", False), device=device, causal=options.get("causal", 0),
         )  # fmt: skip
         yield recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
 
@@ -137,12 +152,12 @@ def describe(
 
 
 def _product(
-    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False
+    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False, causal=0
 ) -> Tensor:
     signature = None
     if a.is_cuda:
         # What was checked and prepared once is replayed: this is all the Python of a product.
-        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed)
+        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed, causal)
         prepared = launch.prepared.get(signature)
         if prepared is not None:
             out = prepared(a, b, bias)
@@ -151,16 +166,18 @@ def _product(
     _check(a, b, dim, window)
     if balance not in balances:
         raise ValueError(f"balance must be one of {balances}, got {balance!r}")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature)
+    if causal and balance == "none" and bias is not None:
+        raise ValueError("a causal product takes no bias")
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, signature)
 
 
-def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False) -> tuple:
+def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False, causal=0) -> tuple:
     """All that the launches of a product depend on: also the alignment of addresses, for which
     kernels are specialised."""
     key = (
         a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(),
         b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(),
-        window, balance, out_dtype, engine, transposed,
+        window, balance, out_dtype, engine, transposed, causal,
     )  # fmt: skip
     if bias is None:
         return key
@@ -182,7 +199,7 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
-def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signature) -> Tensor:
+def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, signature) -> Tensor:
     shape = (*a.shape[:-1], b.shape[-1])
     k = a.shape[-1]
     if bias is not None:
@@ -191,16 +208,22 @@ def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, signat
         return empty(a, b, out_dtype, transposed)
     if k == 0 or k == 1 and balance != "keys":
         product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
-        product = _finish(product, bias, out_dtype, nans=True)
+        product = _zero_beyond(_finish(product, bias, out_dtype, nans=True), causal)
         return empty(a, b, out_dtype, transposed).copy_(product) if transposed else product
     if a.is_cuda:
         from carbon_compile.templates import matmul_kernels
 
         with torch.cuda.device_of(a):  # Triton launches on the current device
             return matmul_kernels.multiply(
-                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature
+                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature, causal=causal
             )
-    return _multiply(a, b, window, balance, bias, out_dtype, transposed)
+    product = _multiply(a, b, window, balance, bias, out_dtype, transposed)
+    return product if balance == "keys" else _zero_beyond(product, causal)
+
+
+def _zero_beyond(product: Tensor, causal: int) -> Tensor:
+    """`product` [B, M, N], overwritten, with +0 where a causal product has it."""
+    return product.masked_fill_(beyond(*product.shape[1:], causal, product.device), 0.0) if causal else product
 
 
 def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carbon_compile.templates.matmul_kernels import _emit
+from carbon_compile.templates.matmul_kernels import _all_beyond, _emit, _store_zeros
 
 # Triton 3.9 has another name for it, and keeps the old one only to say so.
 _load_to_shared = getattr(tma, "async_load", tma.async_copy_global_to_shared)
@@ -60,8 +60,8 @@ def _load_levels(
 def _multiply_levels(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
+    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     acc = gl.zeros((BM, BN), gl.int32, L)
     low = gl.zeros((BM, BN), gl.int32, L)
@@ -83,7 +83,7 @@ def _multiply_levels(
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(acc, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
     return count
 
 
@@ -112,8 +112,8 @@ def _load_joint(
 def _multiply_joint(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr,
+    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     l0 = gl.zeros((BM, BN), gl.int32, L)
     l1 = gl.zeros((BM, BN), gl.int32, L)
@@ -167,15 +167,17 @@ def _multiply_joint(
     m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     _emit(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
     return count
 
 
 @gluon.jit
 def _place(
-    index, M, N, KP, span, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr
-):
-    """Batch, first row and column, first contraction index and steps of tile `index`."""
+    index, M, N, KP, span, length,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Batch, first row and column, first contraction index and steps of tile `index`; no steps, where
+    there is nothing to multiply."""
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
@@ -190,18 +192,24 @@ def _place(
     k_start = split * span
     steps = gl.cdiv(gl.minimum(span, KP - k_start), BK)
     m0 = (group * GROUP + inside % height) * BM
-    return batch, m0, inside // height * BN, k_start, steps
+    n0 = inside // height * BN
+    if CAUSAL != 0:
+        # A program's tiles may have the same place in every batch, and so all of them be work or none.
+        turn = batch * tiles // gl.num_programs(0)
+        m0 = (m0 // BM + turn) % tiles_m * BM
+        steps = gl.where(_all_beyond(m0, n0, BM, BN, M, N, length, CAUSAL), 0, steps)
+    return batch, m0, n0, k_start, steps
 
 
 @gluon.jit
 def _load_tiles(
-    tiles, a, b, sa, sb, full, empty, M, N, KP, span, a_plane, b_plane, a_batch, b_batch,
+    tiles, a, b, sa, sb, full, empty, M, N, KP, span, a_plane, b_plane, a_batch, b_batch, length,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, JOINT: gl.constexpr,
+    STAGES: gl.constexpr, JOINT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, BM, BN, BK, GROUP)
+        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, length, BM, BN, BK, GROUP, CAUSAL)
         a_row = batch * a_batch + m0
         b_row = batch * b_batch + n0
         if JOINT:
@@ -213,33 +221,59 @@ def _load_tiles(
 
 
 @gluon.jit
+def _multiply_tile(
+    count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
+    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    if JOINT:
+        count = _multiply_joint(
+            count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL,
+        )  # fmt: skip
+    else:
+        count = _multiply_levels(
+            count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL,
+        )  # fmt: skip
+    return count
+
+
+@gluon.jit
 def _multiply_tiles(
     tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, M, N, KP, span,
-    a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+    a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, JOINT: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
-    BIAS: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, BM, BN, BK, GROUP)
+        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, length, BM, BN, BK, GROUP, CAUSAL)
         start = batch.to(gl.int64)
         ea = ea_ptr + batch * a_batch
         eb = eb_ptr + batch * b_batch
         out = out_ptr + start * out_b
         total = total_ptr + start * out_b  # totals are laid out as the (contiguous) output is
         bias = bias_ptr + start * bias_b
-        if JOINT:
-            count = _multiply_joint(
-                count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
-                total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                D, BM, BN, STAGES, L, WORDS, BIAS,
-            )  # fmt: skip
+        if CAUSAL != 0:
+            if steps == 0:
+                if WORDS == 0:
+                    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+                    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+                    _store_zeros(out, m, n, M, N, out_m, out_n)
+            else:
+                count = _multiply_tile(
+                    count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
+                    total_plane, out_m, out_n, bias_m, bias_n, has_bias,
+                    length, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
+                )  # fmt: skip
         else:
-            count = _multiply_levels(
+            count = _multiply_tile(
                 count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                 total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                D, BM, BN, STAGES, L, WORDS, BIAS,
+                length, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
             )  # fmt: skip
 
 
@@ -247,10 +281,10 @@ def _multiply_tiles(
 def specialised_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, tiles,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length, tiles,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, BIAS: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_kernels.gemm_kernel`: output tiles over one span of the contraction each.
 
@@ -278,15 +312,15 @@ def specialised_kernel(
                 (
                     tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
                     M, N, KP, span, a_batch, b_batch, total_plane,
-                    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
-                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS,
+                    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
+                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
                 ),
             ),
             (
                 _load_tiles,
                 (
                     tiles, a, b, sa, sb, full, empty, M, N, KP, span,
-                    a_plane, b_plane, a_batch, b_batch, D, BM, BN, BK, GROUP, STAGES, JOINT,
+                    a_plane, b_plane, a_batch, b_batch, length, D, BM, BN, BK, GROUP, STAGES, JOINT, CAUSAL,
                 ),
             ),
         ],

@@ -113,12 +113,63 @@ def _with_bias(c, bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS: tl.const
 
 
 @triton.jit
+def _last_query(first, length, BLOCK: tl.constexpr, rows):
+    """The last of the queries from row `first` on, which are in groups of `length`."""
+    last = tl.minimum(first + BLOCK, rows) - 1
+    # A tile that goes on into the next group has the last query of its own.
+    return tl.where(first // length == last // length, last % length, length - 1)
+
+
+@triton.jit
+def _all_beyond(row, column, BM: tl.constexpr, BN: tl.constexpr, M, N, length, CAUSAL: tl.constexpr):
+    """Whether all of the tile [BM, BN] at `row`, `column` is beyond what queries see of keys.
+
+    CAUSAL as of `gemm_kernel`: queries are rows (1) or columns (2), in groups of `length`.
+    """
+    if CAUSAL == 1:
+        beyond = column > _last_query(row, length, BM, M)
+    else:
+        beyond = row > _last_query(column, length, BN, N)
+    return beyond
+
+
+@triton.jit
+def _seen_contraction(
+    start, stop, row, column, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, M, N, length,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """From where to where, of a contraction over keys (CAUSAL 3, 4) or queries (5, 6), the digits of the tile
+    at `row`, `column` are not zero by causality; the others are rows (3, 5) or columns (4, 6). What is NaN
+    has told its row's exponent."""
+    if CAUSAL == 3:
+        stop = tl.minimum(stop, _last_query(row, length, BM, M) + 1)
+    elif CAUSAL == 4:
+        stop = tl.minimum(stop, _last_query(column, length, BN, N) + 1)
+    elif CAUSAL == 5:
+        start = tl.maximum(start, row // BK * BK)
+    else:
+        start = tl.maximum(start, column // BK * BK)
+    return start, tl.maximum(start, stop)
+
+
+@triton.jit
+def _store_zeros(out_ptr, m, n, M, N, out_m, out_n):
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    offset = m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+    tl.store(out_ptr + offset, 0.0, mask=mask)
+
+
+@triton.jit
 def _store_result(
     rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
-    out_m, out_n, bias_m, bias_n, has_bias, BIAS: tl.constexpr,
+    out_m, out_n, bias_m, bias_n, has_bias, BIAS: tl.constexpr, length=1, CAUSAL: tl.constexpr = 0,
 ):  # fmt: skip
-    """Scale in two exact steps, add the bias, round to the output type, store."""
+    """Scale in two exact steps, add the bias, round to the output type, store; +0 beyond."""
     c = _with_bias(_scaled(rounded, ea, eb), bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS)
+    if CAUSAL == 1:
+        c = tl.where(n[None, :] > (m % length)[:, None], 0.0, c)
+    elif CAUSAL == 2:
+        c = tl.where(m[:, None] > (n % length)[None, :], 0.0, c)
     nan = c != c
     element: tl.constexpr = out_ptr.dtype.element_ty
     # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
@@ -270,7 +321,7 @@ def _joined(top, low, D: tl.constexpr):
 def _emit(
     top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
     out_m, out_n, bias_m, bias_n, has_bias,
-    D: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
+    D: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr, length=1, CAUSAL: tl.constexpr = 0,
 ):  # fmt: skip
     """Store results (WORDS = 0), add totals of K products to WORDS int64 words in memory, or store
     each as -WORDS words of 16 bits, the lowest first."""
@@ -279,7 +330,7 @@ def _emit(
         eb = tl.load(eb_ptr + n, mask=n < N, other=0)
         rounded = _rounded_total(top, low, K, D)
         _store_result(rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
-                      out_m, out_n, bias_m, bias_n, has_bias, BIAS)  # fmt: skip
+                      out_m, out_n, bias_m, bias_n, has_bias, BIAS, length, CAUSAL)  # fmt: skip
     else:
         total = _joined(top, low, D)
         pointers = total_ptr + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
@@ -297,23 +348,30 @@ def _emit(
 def gemm_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, TMA: tl.constexpr, JOINT: tl.constexpr, BF16: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One output tile over one span of the contraction.
 
     WORDS = 0: the span is all of it, and the result is stored; -WORDS > 0: the total, as words of 16
     bits. Else the tile's total is added to one or two int64 words in memory, for `finish_kernel`
-    or `words_kernel`.
+    or `words_kernel`. CAUSAL: rows (1) or columns (2) are queries, in groups of `length`, the others
+    keys, and results are +0 where the key comes after the query; there, nothing is multiplied. 3 to 6:
+    of balance "keys", see `_seen_contraction`.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     splits = tl.cdiv(KP, span)
     pid = tl.program_id(0)
+    if CAUSAL >= 3:  # the longest programs of all batches begin
+        batches = tl.num_programs(0) // (tiles * splits)
+        pid = pid % batches * (tiles * splits) + pid // batches
     tile = pid % tiles
+    if (CAUSAL == 3) | (CAUSAL == 4):
+        tile = tiles - 1 - tile
     split = pid // tiles % splits
     batch = pid // tiles // splits
     # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
@@ -323,10 +381,23 @@ def gemm_kernel(
     tile_m = group * GROUP + inside % height
     tile_n = inside // height
 
+    if (CAUSAL == 1) | (CAUSAL == 2):
+        if _all_beyond(tile_m * BM, tile_n * BN, BM, BN, M, N, length, CAUSAL):
+            if WORDS == 0:
+                _store_zeros(out_ptr + batch.to(tl.int64) * out_b, tile_m * BM + tl.arange(0, BM),
+                             tile_n * BN + tl.arange(0, BN), M, N, out_m, out_n)  # fmt: skip
+            return
+
     a_row = batch * a_batch + tile_m * BM
     b_row = batch * b_batch + tile_n * BN
     k_start = split * span
-    steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
+    if CAUSAL >= 3:
+        k_start, k_stop = _seen_contraction(
+            k_start, tl.minimum(k_start + span, KP), tile_m * BM, tile_n * BN, BM, BN, BK, M, N, length, CAUSAL
+        )
+        steps = tl.cdiv(k_stop - k_start, BK)
+    else:
+        steps = tl.cdiv(tl.minimum(span, KP - k_start), BK)
     if JOINT:
         top, low = _joint(
             a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA
@@ -348,22 +419,22 @@ def gemm_kernel(
         low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
         n = tile_n * BN + tl.arange(0, BN // 2)
         _emit(top0, low0, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
         _emit(top1, low1, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n + BN // 2, M, N,
-              total_plane, out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+              total_plane, out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
     else:
         n = tile_n * BN + tl.arange(0, BN)
         _emit(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS)  # fmt: skip
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["has_bias"])
 def finish_kernel(
     out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
-    M, N, a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
-    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
+    M, N, a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
+    BM: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Results from totals in memory."""
+    """Results from totals in memory; `length` and CAUSAL as of `gemm_kernel`."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -388,22 +459,9 @@ def finish_kernel(
     out_ptr += batch.to(tl.int64) * out_b
     bias_ptr += batch.to(tl.int64) * bias_b
     _store_result(
-        rounded,
-        ea,
-        eb,
-        out_ptr,
-        bias_ptr,
-        m,
-        n,
-        M,
-        N,
-        out_m,
-        out_n,
-        bias_m,
-        bias_n,
-        has_bias,
-        BIAS,
-    )
+        rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
+        out_m, out_n, bias_m, bias_n, has_bias, BIAS, length, CAUSAL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -469,12 +527,12 @@ def quantize_operands(
 
 
 def prepare(
-    a, b, window, balance, bias, engine="int8", transposed=False, plan=None, device=None
+    a, b, window, balance, bias, engine="int8", transposed=False, plan=None, device=None, causal=0
 ) -> Recipe:
     """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
     the result's shape. The first `quantising` of them make digits. A `transposed` result is laid
     out as C^T. A streamed `plan` is for the balance it was made for, "weight" or "keys", and a result
-    that is not transposed."""
+    that is not transposed. `causal` as of `exact_bmm`."""
     recipe = Recipe()
     batch = a.shape[0] if a.dim() == 3 else 1
     if plan is None and balance == "keys":
@@ -493,7 +551,7 @@ def prepare(
     if plan.streamed and balance == "keys":
         from carbon_compile.templates import key_kernels
 
-        key_kernels.multiply_keys(recipe, a, b, window, bias, plan)
+        key_kernels.multiply_keys(recipe, a, b, window, bias, plan, causal)
         return recipe
     if plan.streamed:
         from carbon_compile.templates import small_kernels
@@ -507,18 +565,20 @@ def prepare(
         qa, qb = qb, qa
         if bias is not None:
             bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
-    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan)
+    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan, None, causal, balance == "keys")
     return recipe
 
 
 def multiply_digits(
     recipe: Recipe, qa: Digits, qb: Digits, window: int, batch: int,
     bias_strides: tuple[int, int, int] | None, plan: launch.Plan, words: tuple[Block, int] | None = None,
+    causal: int = 0, keys: bool = False,
 ) -> None:  # fmt: skip
     """The product of quantised operands into the contiguous result [..., M, N].
 
     `words`: instead of results their exact totals, into a block of int16 [batch, count, M, N], as
-    `count` words of 16 bits, the lowest first; a count that holds them is the caller's affair.
+    `count` words of 16 bits, the lowest first; a count that holds them is the caller's affair. `causal`
+    as of `exact_bmm`, `keys` for the balance.
     """
     m, n = qa.rows, qb.rows
     elements = batch * m * n
@@ -529,6 +589,7 @@ def multiply_digits(
         qa, qb, m, n = qb, qa, n, m
         strides = (strides[0], strides[2], strides[1])
         bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
+        causal = causal if keys else -causal
     along = 0 if bias_strides[1] == 0 else 1 if bias_strides[2] == 0 else 2
     planes = DIGITS[window]
     out, bias = Block(OUT), Block(BIAS if has_bias else OUT)
@@ -549,11 +610,17 @@ def multiply_digits(
     arguments = (
         *operands, out, total, bias, qa.exponents, qb.exponents,
         m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, total_plane,
-        *strides, *bias_strides, int(has_bias),
+        *strides, *bias_strides, int(has_bias), abs(causal),
     )  # fmt: skip
+    if causal == 0 or keys and plan.specialised:  # whose warps count on as many steps
+        queries = 0
+    elif keys:
+        queries = (3 if causal > 0 else 5) + plan.swap
+    else:
+        queries = 1 if causal > 0 else 2
     constants = dict(
         D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=kept,
-        JOINT=plan.joint, BIAS=along, **launch.STRICT,
+        JOINT=plan.joint, BIAS=along, CAUSAL=queries, **launch.STRICT,
     )  # fmt: skip
     if plan.specialised:
         from carbon_compile.templates import matmul_hopper
@@ -582,17 +649,17 @@ def multiply_digits(
         recipe.launch(
             finish_kernel, triton.cdiv(m, bm) * triton.cdiv(n, bn) * batch,
             out, total, bias, qa.exponents, qb.exponents,
-            m, n, a_batch, b_batch, elements, *strides, *bias_strides, int(has_bias),
-            BM=bm, BN=bn, WORDS=plan.words, BIAS=along, num_warps=4, **launch.STRICT,
+            m, n, a_batch, b_batch, elements, *strides, *bias_strides, int(has_bias), abs(causal),
+            BM=bm, BN=bn, WORDS=plan.words, BIAS=along, CAUSAL=queries, num_warps=4, **launch.STRICT,
         )  # fmt: skip
 
 
 def multiply(
     a, b, window, balance, bias, out_dtype, engine="int8", transposed=False, plan=None,
-    signature=None,
+    signature=None, causal=0,
 ) -> Tensor:  # fmt: skip
     """The product by the ordinary way; by its signature, where it has one, later ones replay it."""
-    recipe = prepare(a, b, window, balance, bias, engine, transposed, plan)
+    recipe = prepare(a, b, window, balance, bias, engine, transposed, plan, causal=causal)
     out = empty(a, b, out_dtype, transposed)
     recipe.run((a, b, bias, out, *recipe.scratch(a.device)))
     if signature is not None and recipe.replays:

@@ -282,6 +282,6 @@ def multiply_few_rows(recipe: Recipe, a, b, window: int, bias, plan: launch.Plan
         recipe.launch(
             products.finish_kernel, triton.cdiv(w.rows, rows) * triton.cdiv(x.rows, columns),
             out, total, added, w_exponents, x_exponents,
-            w.rows, x.rows, 0, 0, elements, 0, *strides[::-1], 0, *bias_strides[::-1], int(bias is not None),
-            BM=rows, BN=columns, WORDS=plan.words, BIAS=along, num_warps=4, **launch.STRICT,
+            w.rows, x.rows, 0, 0, elements, 0, *strides[::-1], 0, *bias_strides[::-1], int(bias is not None), 0,
+            BM=rows, BN=columns, WORDS=plan.words, BIAS=along, CAUSAL=0, num_warps=4, **launch.STRICT,
         )  # fmt: skip
