@@ -12,8 +12,10 @@ A matrix is read once. A term's unit follows from the largest magnitude of its c
 only afterwards; so a small sample of rows guesses it, the first launch sums the terms of several
 neighbouring units at once and keeps the largest magnitude, and the second launch takes the right sums.
 Where the guess was wrong, or something is not finite, the second launch reads those columns again, and
-the last program to arrive makes results. Which of both happens is no matter of bits. Terms are made in
-two parts by adding binary32 constants, as `lowering.pointwise` does for one unit; its programs are the twin.
+the last program to arrive makes results. Of a matrix that the L2 cache holds nothing is guessed: reading
+it again costs less than what a guess leaves behind. Which of all this happens is no matter of bits. Terms are
+made in two parts by adding binary32 constants, as `lowering.pointwise` does for one unit; its programs are
+the twin.
 """
 
 from __future__ import annotations
@@ -274,6 +276,39 @@ def guess_kernel(
     tl.store(held_ptr + tile * splits + split, held)
 
 
+@triton.jit(do_not_specialize=["M", "span", "splits"])
+def maxima_kernel(
+    g_ptr, h_ptr, maxima_ptr, totals_ptr, arrived_ptr, M, N, g_stride, h_stride, span, splits,
+    BM: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Without a guess: the largest magnitudes [sums, splits, N] of slabs, and zeros to the totals and arrivals."""
+    tiles = tl.cdiv(N, BN)
+    tile = tl.program_id(0) % tiles
+    split = tl.program_id(0) // tiles
+    j = tile * BN + tl.arange(0, BN)
+    start = split * span
+    end = tl.minimum(start + span, M)
+    if split == 0:
+        tl.store(arrived_ptr + tile, 0)
+        for kind in tl.static_range(SHIFT + SCALE):
+            tl.store(totals_ptr + kind * N + j, tl.zeros((BN,), tl.int64), mask=j < N)
+    top = tl.zeros((BM, BN), tl.float32)
+    top_h = top
+    for i0 in range(start, end, BM):
+        i = i0 + tl.arange(0, BM)
+        v = _tile(g_ptr, i, j, end, N, g_stride).to(tl.float32)
+        if SHIFT:
+            top = tl.maximum(top, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
+        if SCALE:
+            product = v * _tile(h_ptr, i, j, end, N, h_stride).to(tl.float32)
+            top_h = tl.maximum(top_h, tl.abs(product), propagate_nan=tl.PropagateNan.ALL)
+    at = maxima_ptr + split * N + j
+    if SHIFT:
+        tl.store(at, tl.max(top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0), mask=j < N)
+    if SCALE:
+        tl.store(at + SHIFT * splits * N, tl.max(top_h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0), mask=j < N)
+
+
 # --- the second launch ---
 
 
@@ -356,63 +391,83 @@ def _store_total(at, m, out_ptr, j, N):
     _store(total, tl.where(m == _INFINITY_BITS, infinity, m), out_ptr, j, N)
 
 
+@triton.jit
+def _read_again(
+    tile, split, g_ptr, h_ptr, maxima_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr, M, N, g_stride, h_stride, span, splits,
+    BM: tl.constexpr, BN: tl.constexpr, GRIDS: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """A slab's part in the sums on the grids of whole columns; the last slab to arrive stores results.
+
+    It goes backwards, for the slab's end is still in the L2 cache.
+    """
+    j = tile * BN + tl.arange(0, BN)
+    start = split * span
+    end = tl.minimum(start + span, M)
+    steps = tl.cdiv(end - start, BM)
+    if SHIFT:
+        m = _largest(maxima_ptr, j, splits, N, BN)
+        power, low, shift = _grid(m, GRIDS)
+    if SCALE:
+        m_h = _largest(maxima_ptr + SHIFT * splits * N, j, splits, N, BN)
+        power_h, low_h, shift_h = _grid(m_h, GRIDS)
+    none = tl.zeros((BM, BN), tl.int32)
+    sums = (none, none, tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32))
+    sums_h = sums
+    for step in range(0, steps):
+        i = start + (steps - 1 - step) * BM + tl.arange(0, BM)
+        v = _tile(g_ptr, i, j, end, N, g_stride).to(tl.float32)
+        if SHIFT:
+            sums = _terms(sums, v, power, low, GRIDS)
+        if SCALE:
+            sums_h = _terms(sums_h, v * _tile(h_ptr, i, j, end, N, h_stride).to(tl.float32), power_h, low_h, GRIDS)
+    at = totals_ptr + j
+    at_h = totals_ptr + SHIFT * N + j
+    if SHIFT:
+        tl.atomic_add(at, _total(sums, m, low, shift, steps, GRIDS), mask=j < N, sem="relaxed")
+    if SCALE:
+        tl.atomic_add(at_h, _total(sums_h, m_h, low_h, shift_h, steps, GRIDS), mask=j < N, sem="relaxed")
+    tl.debug_barrier()  # all threads have added before the program counts as arrived
+    if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1:
+        if SHIFT:
+            _store_total(at, m, bias_ptr, j, N)
+        if SCALE:
+            _store_total(at_h, m_h, weight_ptr, j, N)
+
+
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def finish_kernel(
     g_ptr, h_ptr, maxima_ptr, guesses_ptr, parts_ptr, held_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
     M, N, g_stride, h_stride, span, splits,
-    BM: tl.constexpr, BN: tl.constexpr, GRIDS: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GRIDS: tl.constexpr, GUESSED: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The sums: of g to `bias_ptr` (SHIFT), of g h to `weight_ptr` (SCALE), [N] each.
 
-    From what slabs hold, or, where a guess failed, from g and h again. Slabs are gone through backwards
-    then, for their ends are still in the L2 cache.
+    From what slabs hold, or, where a guess failed or nothing was GUESSED, from g and h again.
     """
     tiles = tl.cdiv(N, BN)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = pid % tiles
     split = pid // tiles
-    j = tile * BN + tl.arange(0, BN)
-    skip = SHIFT * splits * N
-    if _all_held(held_ptr + tile * splits, splits) != 0:
-        # Few columns a program, for nothing else is left to do meanwhile; the first programs to run.
-        for block in range(splits - 1 - split, BN // 16, splits):
-            c = tile * BN + block * 16 + tl.arange(0, 16)
-            if SHIFT:
-                _finish(maxima_ptr, guesses_ptr, parts_ptr, bias_ptr, c, N, splits, 16, GRIDS)
-            if SCALE:
-                _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip, weight_ptr, c, N, splits, 16, GRIDS)
+    if GUESSED:
+        if _all_held(held_ptr + tile * splits, splits) != 0:
+            # Few columns a program, for nothing else is left to do meanwhile; the first programs to run.
+            skip = SHIFT * splits * N
+            for block in range(splits - 1 - split, BN // 16, splits):
+                c = tile * BN + block * 16 + tl.arange(0, 16)
+                if SHIFT:
+                    _finish(maxima_ptr, guesses_ptr, parts_ptr, bias_ptr, c, N, splits, 16, GRIDS)
+                if SCALE:
+                    _finish(maxima_ptr + skip, guesses_ptr + SHIFT * N, parts_ptr + 8 * skip, weight_ptr, c, N, splits, 16, GRIDS)
+        else:
+            _read_again(
+                tile, split, g_ptr, h_ptr, maxima_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
+                M, N, g_stride, h_stride, span, splits, BM, BN, GRIDS, SHIFT, SCALE,
+            )  # fmt: skip
     else:
-        start = split * span
-        end = tl.minimum(start + span, M)
-        steps = tl.cdiv(end - start, BM)
-        if SHIFT:
-            m = _largest(maxima_ptr, j, splits, N, BN)
-            power, low, shift = _grid(m, GRIDS)
-        if SCALE:
-            m_h = _largest(maxima_ptr + skip, j, splits, N, BN)
-            power_h, low_h, shift_h = _grid(m_h, GRIDS)
-        none = tl.zeros((BM, BN), tl.int32)
-        sums = (none, none, tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32))
-        sums_h = sums
-        for step in range(0, steps):
-            i = start + (steps - 1 - step) * BM + tl.arange(0, BM)
-            v = _tile(g_ptr, i, j, end, N, g_stride).to(tl.float32)
-            if SHIFT:
-                sums = _terms(sums, v, power, low, GRIDS)
-            if SCALE:
-                sums_h = _terms(sums_h, v * _tile(h_ptr, i, j, end, N, h_stride).to(tl.float32), power_h, low_h, GRIDS)
-        at = totals_ptr + j
-        at_h = totals_ptr + SHIFT * N + j
-        if SHIFT:
-            tl.atomic_add(at, _total(sums, m, low, shift, steps, GRIDS), mask=j < N, sem="relaxed")
-        if SCALE:
-            tl.atomic_add(at_h, _total(sums_h, m_h, low_h, shift_h, steps, GRIDS), mask=j < N, sem="relaxed")
-        tl.debug_barrier()  # all threads have added before the program counts as arrived
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1:
-            if SHIFT:
-                _store_total(at, m, bias_ptr, j, N)
-            if SCALE:
-                _store_total(at_h, m_h, weight_ptr, j, N)
+        _read_again(
+            tile, split, g_ptr, h_ptr, maxima_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
+            M, N, g_stride, h_stride, span, splits, BM, BN, GRIDS, SHIFT, SCALE,
+        )  # fmt: skip
 
 
 def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -474,19 +529,28 @@ def _recipe(g, h, scale, shift, device=None):
     tiles, splits = triton.cdiv(n, plan.columns), triton.cdiv(m, plan.span)
     recipe = Recipe()
     maxima = recipe.reserve(sums * splits * n, torch.int32)
-    guesses = recipe.reserve(sums * n, torch.int32)
-    parts = recipe.reserve(sums * splits * n * 8, torch.int32)
-    held = recipe.reserve(tiles * splits, torch.int32)
     totals = recipe.reserve(sums * n, torch.int64)
     arrived = recipe.reserve(tiles, torch.int32)
+    guesses = parts = held = maxima
+    if plan.guess:
+        guesses = recipe.reserve(sums * n, torch.int32)
+        parts = recipe.reserve(sums * splits * n * 8, torch.int32)
+        held = recipe.reserve(tiles * splits, torch.int32)
     g_block = Block(_G)
-    operands = [g_block, Block(_H) if scale else g_block, maxima, guesses, parts, held, totals, arrived]
+    operands = [g_block, Block(_H) if scale else g_block]
     outputs = [Block(_WEIGHT) if scale else g_block, Block(_BIAS) if shift else g_block]
     sizes = [m, n, g.stride(0), h.stride(0) if scale else 0, plan.span, splits]
-    options = {"BN": plan.columns, "GRIDS": plan.grids, "SHIFT": int(shift), "SCALE": int(scale), "num_warps": plan.warps, **launch.STRICT}
-    steps = {"BM": plan.rows, "UNROLL": plan.unroll, "SAMPLE": plan.sample, "EVEN": int(n % plan.columns == 0), "maxnreg": plan.registers}
-    recipe.launch(guess_kernel, tiles * splits, *operands, *sizes, **steps, **options)
-    recipe.launch(finish_kernel, tiles * splits, *operands, *outputs, *sizes, BM=plan.again, **options)
+    options = {"BN": plan.columns, "SHIFT": int(shift), "SCALE": int(scale), "num_warps": plan.warps, **launch.STRICT}
+    kept = [maxima, guesses, parts, held, totals, arrived]
+    if plan.guess:
+        steps = {"BM": plan.rows, "UNROLL": plan.unroll, "SAMPLE": plan.sample, "GRIDS": plan.grids, "EVEN": int(n % plan.columns == 0)}
+        recipe.launch(guess_kernel, tiles * splits, *operands, *kept, *sizes, **steps, **options, maxnreg=plan.registers)
+    else:
+        recipe.launch(maxima_kernel, tiles * splits, *operands, maxima, totals, arrived, *sizes, **options, BM=plan.rows)
+    recipe.launch(
+        finish_kernel, tiles * splits, *operands, *kept, *outputs, *sizes, **options,
+        BM=plan.again, GRIDS=plan.grids, GUESSED=int(plan.guess),
+    )  # fmt: skip
     return recipe
 
 

@@ -178,11 +178,14 @@ def digits_tile(side_by_side: bool) -> Tile:
 # ---- sums of columns: memory-bound, one wave of programs ----
 
 
+_CACHED = 32 << 20  # bytes, of an H100's 50 MB
+
+
 class Slab(NamedTuple):
     """A program's columns, and the rows that it takes, `unroll` times `rows` at a time.
 
-    `sample` rows guess the lowest of `grids` neighbouring grids, 3 to 6; a pass after a failed guess
-    takes `again` rows at a time. `registers` of a thread, at most.
+    `sample` rows guess the lowest of `grids` neighbouring grids, 3 to 6; the pass after a failed guess, or
+    without a `guess`, takes `again` rows at a time. `registers` of a thread that guesses, at most.
     """
 
     columns: int
@@ -194,6 +197,7 @@ class Slab(NamedTuple):
     grids: int
     again: int
     registers: int
+    guess: bool = True
 
 
 def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> Slab:
@@ -206,6 +210,9 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     float32), and a sample is read by each, so slabs are not made short. A sum of parts fits 32 bits up to 2000
     rows, and 256 of a thread's.
 
+    Up to `_CACHED` bytes a matrix is read twice, the second time from L2. Of 4096 x 768 that took 20 us in
+    float32 and 19 in bfloat16, and with a guess 26; of 16384 x 768 51 and 37, with a guess 44 and 34 (H100).
+
     Gradients of a small transformer in training, 4096 rows: with a sample of 64 rows, 98 of 100 tiles of
     columns lay on the six grids from there, 94 on five and 69 on four.
     """
@@ -214,6 +221,10 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     rows = 4 * 32 * warps // columns
     programs, registers = (3, 168) if sums == 2 else (4, 128)
     slabs = min(128, max(1, programs * hw.sms // -(-n // columns)))
+    if m * n * itemsize <= _CACHED:
+        rows = 4096 // columns // sums
+        span = min(-(-max(-(-m // slabs), 128) // rows) * rows, 1984)
+        return Slab(columns, span, rows, warps, 1, 0, 6, rows, 0, guess=False)
     span = min(max(-(-m // slabs), 64), 2000)
     return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
 
@@ -232,7 +243,8 @@ class Cost(NamedTuple):
 
 # Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H100 at
 # 4096^3, 16384x768x3072 and 768x3072x16384, X2's also at the products of GPT-2 with 4096 tokens. Small
-# tiles with two programs a multiprocessor multiply while others store: good for short contractions.
+# tiles with two programs a multiprocessor multiply while others store: good for short contractions. X3's of
+# 64 x 64 were timed at 96 x 512 x 512 x 64 alone, attention's scores: 122 us beside 124, 136 and 179.
 _HOPPER = {
     16: {
         Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): Cost(0.0099, 7.2),
@@ -245,6 +257,7 @@ _HOPPER = {
     24: {
         Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): Cost(0.0185, 14.0),
         Plan(128, 64, 128, 8, 3, joint=True, tma=True): Cost(0.0127, 8.0),
+        Plan(64, 64, 64, 4, 4, joint=True, tma=True): Cost(0.0200, 3.6, 2, 5.0),
         Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0636, 19.3),
     },
 }
@@ -296,12 +309,17 @@ def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None)
     prepared.clear()
 
 
+# Scores of causal attention are mostly storing. 96 x 512 x 512 x 64 took, in us on an H100, in tiles of 64 x 64
+# 60 (X2) and 91 (X3), in 64 x 128 that take turns 66, in 128 x 128 80 and 103, in 128 x 256 156.
+_SHORT = 128
+
+
 @functools.lru_cache(4096)
 def gemm_plan(
     m: int, n: int, k: int, window: int, batch: int, hw: Hardware, engine: str = "int8",
-    weight: int = 0,
+    weight: int = 0, causal: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of C[batch, m, n] over K = k; `weight` as `streamable` says."""
+    """The plan of C[batch, m, n] over K = k; `weight` as `streamable` says; `causal`: half of C is zero."""
     padded = padded_contraction(k)
     pinned = _overrides.get((m, n, padded, window, batch))
     weight = weight if engine == "int8" else 0
@@ -312,9 +330,12 @@ def gemm_plan(
     # Tensor-core tiles are tall; a product of few rows is computed as its transpose.
     swap = m < n and m <= 64 and hw.capability != (0, 0)
     rows, columns = (n, m) if swap else (m, n)
+    candidates = _candidates(window, m, n, hw, engine)
+    if causal and padded <= _SHORT:
+        candidates = [plan for plan in candidates if (plan.bm, plan.bn) == (64, 64)] or candidates
     plans = [
         split(replace(plan, engine=engine, swap=swap, bk=min(plan.bk, padded), stages=min(plan.stages, _stages(plan, padded))), padded, window, s)
-        for plan in _candidates(window, m, n, hw, engine)
+        for plan in candidates
         for s in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 22, 24, 32)
         if s == 1 or padded // plan.bk >= 4 * s
     ]

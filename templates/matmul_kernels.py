@@ -544,7 +544,7 @@ def prepare(
         product = (*((n, m) if transposed else (m, n)), launch.padded_contraction(a.shape[-1]), window, batch)
         plan = launch.gemm_plan(
             *product, launch.hardware(device or a.device), engine,
-            launch.streamable(b) if balance == "weight" and not transposed else 0,
+            launch.streamable(b) if balance == "weight" and not transposed else 0, bool(causal) and balance != "keys",
         )  # fmt: skip
         recipe.product = None if plan.streamed else (*product, engine)
     recipe.plan = plan

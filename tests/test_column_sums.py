@@ -201,16 +201,16 @@ def compare_extremes(device):
     assert_bitwise(total.cpu(), P.sum(x, [0]))
 
 
-def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128):
+def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128, guess=True):
     """Any choices for the matrices here: several slabs, and several steps of each."""
     from carbon_compile.templates import launch
 
-    launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers)
+    launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers, guess)
 
 
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
+    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80, guess=False); compare_sums", "plan(span=80, guess=False); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
      "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
      "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
@@ -330,6 +330,8 @@ def test_a_pair_in_any_order(first):
 # --- other machines -----------------------------------------------------------------------------------
 
 OFFLINE = """
+import itertools
+
 import torch
 from triton.runtime.jit import MockTensor
 
@@ -339,19 +341,21 @@ from tests.offline import pretend
 
 for capability in (80, 90):
     pretend(capability)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for scale, shift in ((0, 1), (1, 0), (1, 1)):
-            g = torch.empty(4096, 768, dtype=dtype, device="meta")
-            h = torch.empty(4096, 768, device="meta") if scale else None
-            recipe, types = column_sums.warmable(g, h, torch.float32 if scale else None, torch.float32 if shift else None, "cuda")
-            for step in recipe.launches:
-                arguments = [MockTensor(getattr(a, "dtype", None) or types[a.buffer]) if isinstance(a, Block) else a for a in step.arguments]
-                compiled = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
-                ptx = compiled.asm["ptx"]
-                assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx
-                assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is column_sums.finish_kernel)
-                if step.kernel is column_sums.guess_kernel:
-                    assert "max.NaN.f32" in ptx and "ftz" not in ptx and f"ld.global.v{dtype.itemsize}.b32" in ptx
+    for dtype, (scale, shift), (rows, columns) in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), ((0, 1), (1, 0), (1, 1)), ((16384, 3072), (4096, 768))
+    ):
+        g = torch.empty(rows, columns, dtype=dtype, device="meta")
+        h = torch.empty(rows, columns, device="meta") if scale else None
+        recipe, types = column_sums.warmable(g, h, torch.float32 if scale else None, torch.float32 if shift else None, "cuda")
+        assert (recipe.launches[0].kernel is column_sums.guess_kernel) == (rows == 16384)
+        for step in recipe.launches:
+            arguments = [MockTensor(getattr(a, "dtype", None) or types[a.buffer]) if isinstance(a, Block) else a for a in step.arguments]
+            compiled = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
+            ptx = compiled.asm["ptx"]
+            assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx
+            assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is column_sums.finish_kernel)
+            if step.kernel is column_sums.guess_kernel:
+                assert "max.NaN.f32" in ptx and "ftz" not in ptx and f"ld.global.v{dtype.itemsize}.b32" in ptx
 print("compiled")
 """
 
@@ -378,7 +382,7 @@ def test_on_a_gpu():
         compare_guesses("cuda", columns=16, sample=64, grids=5)
     finally:
         launch.column_sums_plan = chosen
-    for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):
+    for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):  # guessed, and read twice
         for dtype in TYPES:
             for x in (matrix(rows, columns, dtype), torch.randn(rows, columns).to(dtype)):
                 for _ in range(3):
@@ -402,7 +406,7 @@ nodes = [
 ]
 with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
     for node, dtype in ((g, torch.bfloat16), (h, torch.float32)):
-        node.meta["val"] = torch.empty(4096, 768, device="cuda", dtype=dtype)
+        node.meta["val"] = torch.empty(16384, 3072, device="cuda", dtype=dtype)
 pretend(90)
 import contextlib
 from carbon_compile import host
