@@ -13,11 +13,13 @@ from bench.bits import equal_bits, twice
 from bench.contenders import peers
 from bench.registry import Case, Contender, Cost, Prepared, Work
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.templates import kept as kept_weights
 from carbon_compile.templates import matmul
 
 WINDOWS = {"float32": 24, "bfloat16": 16}
 _CPU_DIVISOR = 32
 _ROWS = 96
+_FEW_ROWS = 64
 
 
 def cases(device: str) -> list[Case]:
@@ -60,13 +62,19 @@ def _prepare(shape, dtype, device):
     m, n, k, *_ = shape
     flop = 2 * m * n * k * (batch or 1)
     cost = Cost(flop, "FLOP", int8=flop * (window // 8) ** 2)
-    contenders = (Contender("eager", lambda: lambda: a @ b), carbon, *others)
-    check = functools.partial(_check, carbon, a, b, window, balance, batch)
-    return Prepared((Work("", contenders, cost),), check, tuple(absent))
+    eager = Contender("eager", lambda: lambda: a @ b)
+    works, check = [Work("", (eager, carbon, *others), cost)], functools.partial(_check, carbon, a, b, window, balance, batch)
+    if balance == "weight" and m <= _FEW_ROWS:  # as decoding has them, where weights don't change
+        kept = Contender("carbon", lambda: functools.partial(kept_weights.exact_mm_kept, a, kept_weights.weight_digits(b, window), n, window=window, out_dtype=dtype))
+        works.append(Work("with kept digits", (eager, kept), cost))
+        check = functools.partial(_check, carbon, a, b, window, balance, batch, kept=kept)
+    return Prepared(tuple(works), check, tuple(absent))
 
 
-def _check(carbon, a, b, window, balance, batch, names):
+def _check(carbon, a, b, window, balance, batch, names, kept=None):
     got = twice(carbon)
+    if kept is not None:
+        assert_bitwise(kept(), got, "kept and fresh digits")
     if batch:
         n = min(2, batch)
         reference = matmul.exact_bmm(a[:n].cpu(), b[:n].cpu(), window=window, out_dtype=a.dtype)
