@@ -1,4 +1,4 @@
-"""Matrix products: X3 of float32 and X2 of bfloat16, quantisation and balance included, against cuBLAS.
+"""Matrix products: X3 of float32 and X2 of bfloat16 (X3 over long contractions), quantisation and balance included, against cuBLAS.
 
 The shapes are those of `bench.gemm`, which also takes a product apart. "eager" is cuBLAS, in float32
 without TF32. The check compares what is timed: its first rows, or first two matrices, with the CPU twin.
@@ -13,6 +13,7 @@ from bench.bits import equal_bits, twice
 from bench.contenders import peers
 from bench.registry import Case, Contender, Cost, Prepared, Work
 from carbon_compile.bits import assert_bitwise
+from carbon_compile.lowering import policy
 from carbon_compile.templates import kept as kept_weights
 from carbon_compile.templates import matmul
 
@@ -51,8 +52,8 @@ def _dims(shape):
 
 
 def _prepare(shape, dtype, device):
-    window, dtype = WINDOWS[dtype], getattr(torch, dtype)
-    a, b, batch, balance = gemm.inputs(shape, dtype, device)
+    a, b, batch, balance = gemm.inputs(shape, getattr(torch, dtype), device)
+    window, dtype = policy.window_for(WINDOWS[dtype], balance, shape[2]), a.dtype
     if batch:
         exact = functools.partial(matmul.exact_bmm, a, b, window=window, out_dtype=dtype)
     else:

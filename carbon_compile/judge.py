@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import host
 from .diagnostics import Diagnostic, Policy, Report, locate, operator_name
-from .lowering import composites, loss, registry, softmax
+from .lowering import composites, loss, policy, registry, softmax
 from .recognise import TARGET_GRADIENTS, gradient_of_targets
 from .runlog import NodeRow
 from .verify import classify, is_host_arithmetic
@@ -132,6 +132,7 @@ def _chosen(node):
     window = node.args[_PRODUCTS[facts["template"]]]
     device = value.device if value.device.type == "cpu" or torch.cuda.is_available() else None
     weight = node.args[1].meta["val"] if facts["template"] == "mm" and node.args[4] == "weight" else None
+    window = policy.window_for(window, "none" if weight is None else "weight", sizes[2])
     keys = node.args[0].meta["val"] if facts["template"] == "bmm_keys" else None
     chosen = describe(*sizes, window=window, batch=value.shape[0] if value.dim() == 3 else 1, device=device, weight=weight, keys=keys)
     tile = "x".join(map(str, chosen["tile"])) if chosen["tile"] else ""

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from . import host
+from .lowering import policy
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def _bare(value):
 def _mm(a, b, bias, window, balance, dtype):
     if balance == "gradient_transposed":
         return b.t(), a.t(), {"window": window, "balance": "gradient", "out_dtype": dtype, "transposed": True}
-    return a, b, {"window": window, "balance": balance, "bias": bias, "out_dtype": dtype}
+    return a, b, {"window": policy.window_for(window, balance, a.shape[1]), "balance": balance, "bias": bias, "out_dtype": dtype}
 
 
 def _bmm(a, b, window, dtype, causal=0):

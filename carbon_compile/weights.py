@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from . import host
-from .lowering import matmul
+from .lowering import matmul, policy
 from .templates import kept
 
 
@@ -75,6 +75,7 @@ def hoist(gm, example_inputs, fixed):
         slot = _slot(b, window, weights)
         if slot is None:
             continue
+        window = slot.recipe.window
         if slot not in slots:
             slots[slot] = _new_input(gm.graph, inputs[-1] if not nodes else nodes[-1], slot, len(nodes))
             slots[slot].meta["kept"] = b.meta["val"], window  # for precompilation
@@ -113,7 +114,7 @@ def _slot(node, window, weights):
             return None
         steps.append(step)
         node = node.args[0]
-    return Slot(weights[node], Recipe(tuple(reversed(steps)), window, k, n), device)
+    return Slot(weights[node], Recipe(tuple(reversed(steps)), policy.window_for(window, "weight", k), k, n), device)
 
 
 def _step(node):

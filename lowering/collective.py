@@ -18,7 +18,7 @@ import torch.distributed.fsdp  # noqa: F401  (registers FSDP2's operators)
 
 from ..templates import cut as templates
 from ..templates.matmul import exact_mm
-from . import partial
+from . import partial, policy
 from . import prims as P
 from .composites import NARROW
 from .matmul import define_product
@@ -284,6 +284,8 @@ def _mm_cut(a, b, bias, window, balance, dtype, k, n, cut, group, size, shared):
     share and is gathered, with "contraction" each rank is left its share of the result's rows.
     """
     k = k or (0 if cut == "contraction" else a.shape[1])
+    # Without k, parts of a contraction are taken for equal; ranks that differ where this matters are told so.
+    window = policy.window_for(window, balance, k or a.shape[1] * size)
     whole = {"rows": f"[*, {k}] x [{k}, {b.shape[1]}]", "columns": f"[{a.shape[0]}, {k}] x [{k}, *]", "contraction": f"[{a.shape[0]}, {k or '*'}] x [{k or '*'}, {b.shape[1]}]"}
     exchange = Exchange(f"product {whole[cut]} cut by {cut}, {balance} balance, window {window}, shared {shared}", group, a.device)
     if cut == "rows":

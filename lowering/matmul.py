@@ -68,6 +68,7 @@ def define_product(name, section, schema, implementation, fake):
 def _mm(a, b, bias, window, balance, dtype):
     if balance == "gradient_transposed":  # (A^T dC)^T, written in the layout of a transposed weight
         return templates.exact_mm(b.t(), a.t(), window=window, balance="gradient", out_dtype=dtype, transposed=True).t()
+    window = policy.window_for(window, balance, a.shape[1])
     return templates.exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype)
 
 

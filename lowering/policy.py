@@ -49,6 +49,15 @@ def class_of_window(window):
     return _NAMES[window]
 
 
+# The longest contraction with a weight that has 16 bits of window (contract section 4).
+_LONGEST_X2 = 1 << 14
+
+
+def window_for(window, balance, k):
+    """The window of a product, whose type has class `window`, over a contraction of k: int."""
+    return WINDOWS["X3"] if balance == "weight" and k > _LONGEST_X2 else window
+
+
 def float32_class(precision):
     """The class of float32 products under `torch.set_float32_matmul_precision(precision)`."""
     return "X2" if precision == "medium" else "X3"

@@ -40,7 +40,7 @@ def test_promise_held():
     made = certificate(log=logged(calls=3))
     assert made.held and made.reasons == [] and made.data["promise"] == "held"
     assert made.data["graphs"][0]["calls"] == 3
-    assert str(made).startswith("promise held: 1 graph, 3 calls, none outside carbon\ncontract 3 ")
+    assert str(made).startswith("promise held: 1 graph, 3 calls, none outside carbon\ncontract 4 ")
 
 
 def test_promise_needs_something_that_ran():
@@ -130,7 +130,7 @@ def test_reading_something_else(tmp_path, text, message):
 
 
 def test_contract_and_source():
-    assert certify.contract_version().startswith("3")
+    assert certify.contract_version().startswith("4")
     assert certify.source_hash() == certify.source_hash() and len(certify.source_hash()) == 64
     names = {name for name, _ in certify._sources()}
     assert {"carbon_compile/contract.md", "carbon_compile/codes/CB101.md", "lowering/registry.py"} <= names
@@ -140,7 +140,7 @@ def test_identity_depends_on_graphs_and_contract_alone(monkeypatch):
     one = certificate(log=logged())
     moved = certificate(log=logged(nodes=[NodeRow("aten.mm", "template", "4", "mm", "bf16", "64x64", 1)], calls=9, device="cuda"))
     assert one.identity == moved.identity
-    monkeypatch.setattr(certify, "contract_version", lambda: "4")
+    monkeypatch.setattr(certify, "contract_version", lambda: "5")
     assert certificate(log=logged()).identity != one.identity
 
 

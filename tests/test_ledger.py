@@ -184,7 +184,7 @@ def test_a_step_is_one_line(path):
     ledger, model = train(path)
     assert (ledger.recorded, ledger.confirmed) == (5, 0)
     lines = [json.loads(line) for line in open(path)]
-    assert list(lines[0])[0] == "ledger" and lines[0]["contract"].startswith("3")
+    assert list(lines[0])[0] == "ledger" and lines[0]["contract"].startswith("4")
     assert [line["step"] for line in lines[1:]] == [1, 2, 3, 4, 5]
     assert isinstance(lines[1]["loss"], float) and "names" in lines[1] and "names" not in lines[2]
     contents = read(path)

@@ -220,8 +220,8 @@ def test_a_mismatched_checkpoint_is_refused_with_reasons_and_changes_nothing(tmp
 
 def test_another_contract_is_refused(tmp_path, monkeypatch):
     made().save(tmp_path / "c.pt")
-    monkeypatch.setattr("carbon_compile.checkpoint.contract", lambda: "4")
-    with pytest.raises(CheckpointError, match="it was made under contract 3 .*, this is 4"):
+    monkeypatch.setattr("carbon_compile.checkpoint.contract", lambda: "5")
+    with pytest.raises(CheckpointError, match="it was made under contract 4 .*, this is 5"):
         made().load(tmp_path / "c.pt")
 
 
