@@ -178,7 +178,7 @@ def digits_tile(side_by_side: bool) -> Tile:
 # ---- sums of columns: memory-bound, one wave of programs ----
 
 
-_CACHED = 32 << 20  # bytes, of an H100's 50 MB
+_CACHED = 24 << 20  # bytes, of an H100's 50 MB
 
 
 class Slab(NamedTuple):
@@ -210,8 +210,9 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     float32), and a sample is read by each, so slabs are not made short. A sum of parts fits 32 bits up to 2000
     rows, and 256 of a thread's.
 
-    Up to `_CACHED` bytes a matrix is read twice, the second time from L2. Of 4096 x 768 that took 20 us in
-    float32 and 19 in bfloat16, and with a guess 26; of 16384 x 768 51 and 37, with a guess 44 and 34 (H100).
+    Up to `_CACHED` bytes a matrix is read twice, the second time from L2. Of 4096 x 768 that took kernels much
+    like these 20 us in float32 and 19 in bfloat16, and takes 26 with a guess; of 16384 x 768 51 and 37, with a
+    guess 44 and 34 (H100).
 
     Gradients of a small transformer in training, 4096 rows: with a sample of 64 rows, 98 of 100 tiles of
     columns lay on the six grids from there, 94 on five and 69 on four.
@@ -224,7 +225,7 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     if m * n * itemsize <= _CACHED:
         rows = 4096 // columns // sums
         span = min(-(-max(-(-m // slabs), 128) // rows) * rows, 1984)
-        return Slab(columns, span, rows, warps, 1, 0, 6, rows, 0, guess=False)
+        return Slab(columns, span, rows, warps, 1, 0, 6, 2048 // columns // sums, 0, guess=False)
     span = min(max(-(-m // slabs), 64), 2000)
     return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
 
