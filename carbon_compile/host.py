@@ -647,8 +647,11 @@ def _rows_stay_in_registers():
         read = {dep.name for node in nodes for dep in node.read_writes.reads}
         written = {dep.name for node in nodes for dep in node.read_writes.writes}
         elementary = any(getattr(origin.target, "_opname", "") in PROGRAMS for node in nodes for origin in node.node.get_origins())
-        each = 512 if elementary or len(read - written) > 3 else 2048  # elements a warp
-        return {**kwargs, "fixed_config": FixedTritonConfig({"XBLOCK": 1, "num_warps": block // each, "num_stages": 1})}
+        most = block // (512 if elementary or len(read - written) > 3 else 2048)  # elements a warp
+        # Where all warps' vectors together divide the row, those behind its end are no instructions at all.
+        width = 32 * 16 // min(V.graph.get_dtype(name).itemsize for name in read | written)
+        warps = next((n for n in (most, most // 2, most // 4) if n and length % (n * width) == 0), most)
+        return {**kwargs, "fixed_config": FixedTritonConfig({"XBLOCK": 1, "num_warps": warps, "num_stages": 1})}
 
     def get_load_buffer(kernel, indexing):
         buffer = load_buffer(kernel, indexing)
