@@ -201,16 +201,16 @@ def compare_extremes(device):
     assert_bitwise(total.cpu(), P.sum(x, [0]))
 
 
-def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128, guess=True):
+def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, again=16, registers=128):
     """Any choices for the matrices here: several slabs, and several steps of each."""
     from carbon_compile.templates import launch
 
-    launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers, guess)
+    launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers)
 
 
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80, guess=False); compare_sums", "plan(span=80, guess=False); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
+    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
      "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
      "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
