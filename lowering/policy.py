@@ -9,7 +9,6 @@ import torch
 from . import registry
 
 WINDOWS = {"X2": 16, "X3": 24}
-_NAMES = {v: k for k, v in WINDOWS.items()}
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Policy:
 
     def with_autocast(self, dtype):
         return replace(self, autocast="" if dtype is None else str(dtype).removeprefix("torch."))
-
-
-def class_of_window(window):
-    return _NAMES[window]
 
 
 # The longest contraction with a weight that has 16 bits of window (contract section 4).
