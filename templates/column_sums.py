@@ -140,6 +140,15 @@ def _zeros(BM: tl.constexpr, BN: tl.constexpr, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def _clear(tile, split, j, N, totals_ptr, arrived_ptr, BN: tl.constexpr, SUMS: tl.constexpr):
+    """Zeros for the second launch, which may add to them: once for each column."""
+    if split == 0:
+        tl.store(arrived_ptr + tile, 0)
+        for kind in tl.static_range(SUMS):
+            tl.store(totals_ptr + kind * N + j, tl.zeros((BN,), tl.int64), mask=j < N)
+
+
+@triton.jit
 def _guess(g, h, SCALE: tl.constexpr, GRIDS: tl.constexpr):
     """The lowest grid of columns by a sample of them."""
     v = g.to(tl.float32)
@@ -220,10 +229,7 @@ def guess_kernel(
     j = tile * BN + tl.arange(0, BN)
     start = split * span
     end = tl.minimum(start + span, M)
-    if split == 0:
-        tl.store(arrived_ptr + tile, 0)
-        for kind in tl.static_range(SHIFT + SCALE):
-            tl.store(totals_ptr + kind * N + j, tl.zeros((BN,), tl.int64), mask=j < N)
+    _clear(tile, split, j, N, totals_ptr, arrived_ptr, BN, SHIFT + SCALE)
 
     # A full step's loads are on their way while the one before is added; the first step takes what is left over.
     steps = (end - start - 1) // (BM * UNROLL)
@@ -288,10 +294,7 @@ def maxima_kernel(
     j = tile * BN + tl.arange(0, BN)
     start = split * span
     end = tl.minimum(start + span, M)
-    if split == 0:
-        tl.store(arrived_ptr + tile, 0)
-        for kind in tl.static_range(SHIFT + SCALE):
-            tl.store(totals_ptr + kind * N + j, tl.zeros((BN,), tl.int64), mask=j < N)
+    _clear(tile, split, j, N, totals_ptr, arrived_ptr, BN, SHIFT + SCALE)
     top = tl.zeros((BM, BN), tl.float32)
     top_h = top
     for i0 in range(start, end, BM):
