@@ -246,6 +246,8 @@ def check_plans() -> list[str]:
         for plan in launch.variants(replace(chosen, splits=2), 1024, window):
             if plan.programs:
                 plan = replace(plan, programs=5)  # several tiles each
+            if plan.parts > 1:
+                plan = replace(plan, places=5)  # tiles of both kinds
             print("plan", plan, flush=True)  # the last line names a plan that hangs
             try:
                 got = kernels.multiply(a, b, window, "none", None, torch.float32, plan=plan)

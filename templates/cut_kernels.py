@@ -51,7 +51,7 @@ def prepare(a, b, bias, window, balance, words, size, rank, contraction, plan=No
     steps = kernels.quantize_cut(recipe, kernels.operand(a, A, -1), kernels.operand(b, B, -2), tokens, window, balance)
     m, n = a.shape[0], b.shape[1]
     share = -(-m // size) if contraction else m
-    plan = plan or launch.gemm_plan(share, n, a.shape[1], window, size if contraction else 1, launch.hardware(a.device))
+    plan = plan or launch.gemm_plan(share, n, a.shape[1], window, size if contraction else 1, launch.hardware(a.device), totals=contraction)
     recipe.plan = plan
     along_n = None if bias is None else (0, 0, bias.stride(0))
     if not contraction:

@@ -50,6 +50,8 @@ class Plan:
     """How one product runs; `swap` computes C^T = B^T A^T, `span` is a split's contraction.
 
     `programs`, if any, limits how many a specialised schedule runs: they take turns on the tiles.
+    `parts`: where the contraction isn't split, tiles beyond whole waves of `places` are cut along it, each
+    in about so many parts, which leave their totals to another pass.
     `streamed`: by `small_kernels`, without digits of the weight in memory; `groups` of warps then
     share a step, each with `bk` indices of the contraction.
     """
@@ -71,11 +73,22 @@ class Plan:
     programs: int = 0
     streamed: bool = False
     groups: int = 1
+    parts: int = 1
+    places: int = 0
 
     @property
     def step(self) -> int:
         """Indices of the contraction that a program takes at a time."""
         return self.bk * self.groups
+
+    def rest(self, tiles: int) -> int:
+        """How many of so many tiles, over all batches, are cut in parts: the last ones."""
+        return tiles % self.places if self.parts > 1 and self.splits == 1 else 0
+
+    def cut(self, padded: int) -> tuple[int, int]:
+        """In how many parts of how many indices of the contraction they are cut; the last may be shorter."""
+        span = -(-padded // (self.parts * self.step)) * self.step
+        return -(-padded // span), span
 
     def describe(self) -> dict:
         """The verdict table's columns."""
@@ -88,7 +101,8 @@ class Plan:
             "schedule": ("streamed" if self.streamed else "joint" if self.joint else "levels")
             + (", specialised" if self.specialised else "")
             + (", persistent" if self.programs else "")
-            + (", swapped" if self.swap else ""),
+            + (", swapped" if self.swap else "")
+            + (f", last wave in {self.parts} parts" if self.parts > 1 else ""),
         }
 
 
@@ -242,6 +256,16 @@ class Cost(NamedTuple):
     once: float = 0.0
 
 
+# Of a last wave that is cut in parts, in us and bytes per us: what a program takes to fill its stages and to
+# drain them, unless it fills them while its last tile is stored; how fast a multiprocessor stores totals;
+# another launch; and how fast that reads them, mostly from L2.
+_PART = 2.5
+_PARTS_STORED = 30e3
+_PARTS_LAUNCH = 3.0
+_PARTS_READ = 4e6
+_PART_BYTES = 8  # of an element's total
+_PARTS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16)
+
 # Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H100 at
 # 4096^3, 16384x768x3072 and 768x3072x16384, X2's also at the products of GPT-2 with 4096 tokens. Small
 # tiles with two programs a multiprocessor multiply while others store: good for short contractions. X3's of
@@ -318,9 +342,10 @@ _SHORT = 128
 @functools.lru_cache(4096)
 def gemm_plan(
     m: int, n: int, k: int, window: int, batch: int, hw: Hardware, engine: str = "int8",
-    weight: int = 0, causal: bool = False,
+    weight: int = 0, causal: bool = False, totals: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of C[batch, m, n] over K = k; `weight` as `streamable` says; `causal`: half of C is zero."""
+    """The plan of C[batch, m, n] over K = k; `weight` as `streamable` says; `causal`: half of C is zero;
+    `totals`: C's exact totals are wanted, which another pass could not make of parts."""
     padded = padded_contraction(k)
     pinned = _overrides.get((m, n, padded, window, batch))
     weight = weight if engine == "int8" else 0
@@ -340,9 +365,34 @@ def gemm_plan(
         for s in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 22, 24, 32)
         if s == 1 or padded // plan.bk >= 4 * s
     ]
+    if hw.capability[0] == 9 and engine == "int8" and not (causal or totals):
+        plans += [
+            cut
+            for plan in plans
+            for cut in cut_last_wave(plan, padded, window, hw)
+            if rest(cut, rows, columns, batch)
+        ]
     return min(
         plans, key=lambda plan: expected(plan, rows, columns, padded, window, batch, hw)
     )
+
+
+def _tiles(plan: Plan, m: int, n: int, batch: int) -> int:
+    return -(-m // plan.bm) * -(-n // plan.bn) * batch
+
+
+def rest(plan: Plan, m: int, n: int, batch: int) -> int:
+    """How many tiles of C[batch, m, n] the plan cuts in parts."""
+    return plan.rest(_tiles(plan, m, n, batch))
+
+
+def cut_last_wave(plan: Plan, padded: int, window: int, hw: Hardware) -> list[Plan]:
+    """A plan of Hopper that doesn't split, and cuts what is left over after whole waves in parts."""
+    if plan.splits > 1 or plan.swap:
+        return []
+    places = plan.programs or hw.sms * _cost(plan, window, hw).resident
+    plans = [replace(plan, parts=parts, places=places) for parts in _PARTS if padded // plan.step >= 2 * parts]
+    return [replace(plan, parts=plan.cut(padded)[0]) for plan in plans]
 
 
 def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
@@ -352,20 +402,29 @@ def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
     span = min(max(span, step), SPAN_LIMIT[window] // step * step)
     splits = -(-padded // span)
     words = 0 if splits == 1 else 1 if padded <= WORD_LIMIT[window] else 2
+    if splits > 1:
+        plan = replace(plan, parts=1, places=0)
     return replace(plan, span=span, splits=splits, words=words)
 
 
 def expected(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
-    """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass."""
+    """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass, parts of the
+    last wave for two."""
     cost = _cost(plan, window, hw)
-    tiles = -(-m // plan.bm) * -(-n // plan.bn) * plan.splits * batch
-    waves = -(-tiles // (hw.sms * cost.resident))
+    tiles, places = _tiles(plan, m, n, batch), hw.sms * cost.resident
+    cut = plan.rest(tiles)
+    waves = -(-(tiles - cut) * plan.splits // places)
     ragged = 3.0 * plan.bm * plan.bn / 128**2 if plan.specialised and n % 8 else 0.0  # rows stored in single elements
     time = cost.once + waves * (plan.span * cost.per_index + cost.per_tile + ragged)
     if plan.words:
         time += 6.0 + m * n * batch * (plan.splits * 8 / 1e6 + 20 / 2.5e6)
+    if cut:
+        parts, span = plan.cut(padded)
+        bytes_of_a_part = _PART_BYTES * plan.bm * plan.bn
+        part = span * cost.per_index + (0 if plan.programs else _PART) + cost.resident * bytes_of_a_part / _PARTS_STORED
+        time += -(-cut * parts // places) * part + _PARTS_LAUNCH + cut * parts * bytes_of_a_part / _PARTS_READ
     return time
 
 
@@ -554,8 +613,10 @@ _STREAMED = {
 
 
 def variants(chosen: Plan, padded: int, window: int, sms: int = 132) -> list[Plan]:
-    """Plans worth timing beside a chosen one: tiles and schedules, splits around its own."""
+    """Plans worth timing beside a chosen one: tiles and schedules, splits around its own, and last waves in
+    parts, some of them and around its own."""
     splits = {chosen.splits, max(1, chosen.splits // 2), chosen.splits * 2}
+    parts = {2, 5, 11} | ({chosen.parts // 2, chosen.parts, 2 * chosen.parts} if chosen.parts > 1 else set())
     families = (
         (False, False, _LEVELS),
         (True, False, _JOINT[window]),
@@ -566,7 +627,7 @@ def variants(chosen: Plan, padded: int, window: int, sms: int = 132) -> list[Pla
         split(
             replace(chosen, bm=bm, bn=bn, bk=min(bk, padded), warps=warps, stages=stages,
                     joint=joint, specialised=specialised, tma=True, programs=programs,
-                    streamed=False, groups=1),
+                    streamed=False, groups=1, parts=1, places=0),
             padded, window, s,
         )
         for joint, specialised, shapes in families
@@ -575,6 +636,9 @@ def variants(chosen: Plan, padded: int, window: int, sms: int = 132) -> list[Pla
         for s in sorted(splits if chosen.splits > 1 else {1})
         for programs in ((0, sms) if specialised and warps == 8 else (0,))
     ]  # fmt: skip
+    if chosen.engine == "int8":
+        hopper = Hardware((9, 0), sms)
+        plans += [cut for plan in plans for cut in cut_last_wave(plan, padded, window, hopper) if cut.parts in parts]
     if chosen.streamed:
         plans += [
             split(replace(chosen, bm=bm, bk=bk, groups=groups, warps=warps, stages=stages), padded, window, s)

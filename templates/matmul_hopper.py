@@ -23,7 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from carbon_compile.templates.matmul_kernels import _all_beyond, _emit, _store_zeros
+from carbon_compile.templates.matmul_kernels import (
+    _all_beyond,
+    _emit,
+    _placed,
+    _store_part,
+    _store_zeros,
+    _work,
+)
 
 # Triton 3.9 has another name for it, and keeps the old one only to say so.
 _load_to_shared = getattr(tma, "async_load", tma.async_copy_global_to_shared)
@@ -34,6 +41,27 @@ def _pairs(level, D: gl.constexpr):
     """The first plane of a at a level, and how many digit pairs it has."""
     first = gl.maximum(0, level - (D - 1))
     return first, gl.minimum(level, D - 1) - first + 1
+
+
+@gluon.jit
+def _leave(
+    top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+    out_m, out_n, bias_m, bias_n, has_bias, length, part,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """What `_emit` does, or of a part of a tile what `_store_part` does."""
+    row = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    if REST:
+        if part >= 0:
+            _store_part(top, low, total_ptr, part, row, column, BM, BN)
+        else:
+            _emit(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0 + row, n0 + column, M, N, total_plane,
+                  out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+    else:
+        _emit(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0 + row, n0 + column, M, N, total_plane,
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
 
 
 @gluon.jit
@@ -60,8 +88,8 @@ def _load_levels(
 def _multiply_levels(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+    length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     acc = gl.zeros((BM, BN), gl.int32, L)
     low = gl.zeros((BM, BN), gl.int32, L)
@@ -80,10 +108,8 @@ def _multiply_levels(
         if level < 2 * D - 2:
             low = low | ((acc & 255) << (8 * level))
             acc = acc >> 8
-    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
-    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    _emit(acc, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+    _leave(acc, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST)  # fmt: skip
     return count
 
 
@@ -112,8 +138,8 @@ def _load_joint(
 def _multiply_joint(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+    length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     l0 = gl.zeros((BM, BN), gl.int32, L)
     l1 = gl.zeros((BM, BN), gl.int32, L)
@@ -164,52 +190,46 @@ def _multiply_joint(
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
         low = low | ((l3 & 255) << 24)
         top = l4 + (l3 >> 8)
-    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
-    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    _emit(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
-          out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+    _leave(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST)  # fmt: skip
     return count
 
 
 @gluon.jit
 def _place(
-    index, M, N, KP, span, length,
+    index, M, N, KP, span, length, whole, rest, part_span,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
-    """Batch, first row and column, first contraction index and steps of tile `index`; no steps, where
-    there is nothing to multiply."""
+    """Batch, first row and column, first contraction index, steps and part of the `index`-th piece of work (see
+    `_work`); no steps, where there is nothing to multiply."""
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
-    splits = gl.cdiv(KP, span)
-    tile = index % tiles
-    split = index // tiles % splits
-    batch = index // tiles // splits
-    # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
-    group = tile // (GROUP * tiles_n)
-    height = gl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    k_start = split * span
+    batch, tile, k_start, span, part = _work(index, tiles, KP, span, whole, rest, part_span, REST)
+    tile_m, tile_n = _placed(tile, tiles_m, tiles_n, GROUP)
     steps = gl.cdiv(gl.minimum(span, KP - k_start), BK)
-    m0 = (group * GROUP + inside % height) * BM
-    n0 = inside // height * BN
+    m0 = tile_m * BM
+    n0 = tile_n * BN
     if CAUSAL != 0:
         # A program's tiles may have the same place in every batch, and so all of them be work or none.
         turn = batch * tiles // gl.num_programs(0)
         m0 = (m0 // BM + turn) % tiles_m * BM
         steps = gl.where(_all_beyond(m0, n0, BM, BN, M, N, length, CAUSAL), 0, steps)
-    return batch, m0, n0, k_start, steps
+    return batch, m0, n0, k_start, steps, part
 
 
 @gluon.jit
 def _load_tiles(
     tiles, a, b, sa, sb, full, empty, M, N, KP, span, a_plane, b_plane, a_batch, b_batch, length,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, JOINT: gl.constexpr, CAUSAL: gl.constexpr,
+    whole, rest, part_span, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, JOINT: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, length, BM, BN, BK, GROUP, CAUSAL)
+        batch, m0, n0, k_start, steps, part = _place(
+            index, M, N, KP, span, length, whole, rest, part_span, BM, BN, BK, GROUP, CAUSAL, REST
+        )
         a_row = batch * a_batch + m0
         b_row = batch * b_batch + n0
         if JOINT:
@@ -224,18 +244,18 @@ def _load_tiles(
 def _multiply_tile(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-    length, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+    length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     if JOINT:
         count = _multiply_joint(
             count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST,
         )  # fmt: skip
     else:
         count = _multiply_levels(
             count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST,
         )  # fmt: skip
     return count
 
@@ -244,18 +264,22 @@ def _multiply_tile(
 def _multiply_tiles(
     tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, M, N, KP, span,
     a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, JOINT: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
-    BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+    whole, rest, part_span, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, m0, n0, k_start, steps = _place(index, M, N, KP, span, length, BM, BN, BK, GROUP, CAUSAL)
+        batch, m0, n0, k_start, steps, part = _place(
+            index, M, N, KP, span, length, whole, rest, part_span, BM, BN, BK, GROUP, CAUSAL, REST
+        )
         start = batch.to(gl.int64)
         ea = ea_ptr + batch * a_batch
         eb = eb_ptr + batch * b_batch
         out = out_ptr + start * out_b
-        total = total_ptr + start * out_b  # totals are laid out as the (contiguous) output is
+        total = total_ptr
+        if not REST:
+            total += start * out_b  # totals are laid out as the (contiguous) output is
         bias = bias_ptr + start * bias_b
         if CAUSAL != 0:
             if steps == 0:
@@ -267,28 +291,28 @@ def _multiply_tiles(
                 count = _multiply_tile(
                     count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                    length, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
+                    length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
                 )  # fmt: skip
         else:
             count = _multiply_tile(
                 count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                 total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                length, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
+                length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["has_bias", "tiles"])
+@gluon.jit(do_not_specialize=["has_bias", "whole", "rest", "tiles"])
 def specialised_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length, tiles,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length, whole, rest, part_span, tiles,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, BIAS: gl.constexpr,
-    CAUSAL: gl.constexpr, NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, REST: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_kernels.gemm_kernel`: output tiles over one span of the contraction each.
 
-    A program takes every n-th of the tiles, n the number of programs. With fewer programs than
+    A program takes every n-th of the `tiles` and parts of tiles, n the number of programs. With fewer programs than
     tiles the next tile is loaded while this one is stored.
     """
     PLANES: gl.constexpr = D if JOINT else 1
@@ -313,14 +337,16 @@ def specialised_kernel(
                     tiles, sa, sb, full, empty, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr,
                     M, N, KP, span, a_batch, b_batch, total_plane,
                     out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
-                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS, CAUSAL,
+                    whole, rest, part_span,
+                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
                 ),
             ),
             (
                 _load_tiles,
                 (
                     tiles, a, b, sa, sb, full, empty, M, N, KP, span,
-                    a_plane, b_plane, a_batch, b_batch, length, D, BM, BN, BK, GROUP, STAGES, JOINT, CAUSAL,
+                    a_plane, b_plane, a_batch, b_batch, length, whole, rest, part_span,
+                    D, BM, BN, BK, GROUP, STAGES, JOINT, CAUSAL, REST,
                 ),
             ),
         ],

@@ -284,6 +284,51 @@ def _joint(
 
 
 @triton.jit
+def _placed(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile, counted in tiles: groups of GROUP rows, walked column by column, so that
+    neighbours share operands in L2."""
+    group = tile // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return group * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def _work(index, tiles, KP, span, whole, rest, part_span, REST: tl.constexpr):
+    """What the `index`-th piece of work is: batch, tile, first index of the contraction and how many there are
+    at most, and the number of the part, where it is one of those that the last `rest` tiles of all are cut in, or -1."""
+    if REST:
+        part = tl.maximum(index - whole, -1)
+        if part < 0:
+            place = index
+            k_start = 0
+        else:
+            place = whole + part % rest
+            k_start = part // rest * part_span
+            span = part_span
+        tile = place % tiles
+        batch = place // tiles
+    else:
+        splits = tl.cdiv(KP, span)
+        tile = index % tiles
+        k_start = index // tiles % splits * span
+        batch = index // tiles // splits
+        part = -1
+    return batch, tile, k_start, span, part
+
+
+@triton.jit
+def _store_part(top, low, part_ptr, part, m, n, BM: tl.constexpr, BN: tl.constexpr):
+    """The total of one part of a tile, for `finish_parts_kernel`; m and n count from the tile's corner.
+
+    A place of its own costs less than int64 atomics, and nothing has to be zero before.
+    """
+    pointers = part_ptr + tl.cast(part, tl.int64) * (2 * BM * BN) + m[:, None] * BN + n[None, :]
+    tl.store(pointers, top)
+    tl.store(pointers + BM * BN, low)
+
+
+@triton.jit
 def _store_words(high, low, pointers, plane, mask, WORDS: tl.constexpr):
     """high 2^32 + low, 0 <= low < 2^32, as WORDS words of 16 bits, the lowest first."""
     for i in tl.static_range(WORDS):
@@ -344,14 +389,21 @@ def _emit(
             tl.atomic_add(pointers + total_plane, total >> 32, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["has_bias"])
+@triton.jit
+def _halves(top, low, BM: tl.constexpr, BN: tl.constexpr):
+    top0, top1 = tl.split(tl.permute(tl.reshape(top, (BM, 2, BN // 2)), (0, 2, 1)))
+    low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
+    return top0, top1, low0, low1
+
+
+@triton.jit(do_not_specialize=["has_bias", "whole", "rest"])
 def gemm_kernel(
     a, b, out_ptr, total_ptr, bias_ptr, ea_ptr, eb_ptr,
     M, N, KP, span, a_plane, b_plane, a_batch, b_batch, total_plane,
-    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
+    out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length, whole, rest, part_span,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, TMA: tl.constexpr, JOINT: tl.constexpr, BF16: tl.constexpr,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """One output tile over one span of the contraction.
 
@@ -359,27 +411,23 @@ def gemm_kernel(
     bits. Else the tile's total is added to one or two int64 words in memory, for `finish_kernel`
     or `words_kernel`. CAUSAL: rows (1) or columns (2) are queries, in groups of `length`, the others
     keys, and results are +0 where the key comes after the query; there, nothing is multiplied. 3 to 6:
-    of balance "keys", see `_seen_contraction`.
+    of balance "keys", see `_seen_contraction`. REST, of a product with WORDS = 0 and CAUSAL = 0: the
+    first `whole` tiles are programs that store results; the other `rest` are cut into parts of
+    `part_span` of the contraction, programs too, which leave their totals at `total_ptr`, int32
+    [parts, rest, 2, BM, BN], for `finish_parts_kernel`.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
-    splits = tl.cdiv(KP, span)
     pid = tl.program_id(0)
     if CAUSAL >= 3:  # the longest programs of all batches begin
-        batches = tl.num_programs(0) // (tiles * splits)
-        pid = pid % batches * (tiles * splits) + pid // batches
-    tile = pid % tiles
+        each = tiles * tl.cdiv(KP, span)
+        batches = tl.num_programs(0) // each
+        pid = pid % batches * each + pid // batches
+    batch, tile, k_start, span, part = _work(pid, tiles, KP, span, whole, rest, part_span, REST)
     if (CAUSAL == 3) | (CAUSAL == 4):
         tile = tiles - 1 - tile
-    split = pid // tiles % splits
-    batch = pid // tiles // splits
-    # Groups of GROUP tile rows, walked column by column: neighbours share operands in L2.
-    group = tile // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    tile_m = group * GROUP + inside % height
-    tile_n = inside // height
+    tile_m, tile_n = _placed(tile, tiles_m, tiles_n, GROUP)
 
     if (CAUSAL == 1) | (CAUSAL == 2):
         if _all_beyond(tile_m * BM, tile_n * BN, BM, BN, M, N, length, CAUSAL):
@@ -390,7 +438,6 @@ def gemm_kernel(
 
     a_row = batch * a_batch + tile_m * BM
     b_row = batch * b_batch + tile_n * BN
-    k_start = split * span
     if CAUSAL >= 3:
         k_start, k_stop = _seen_contraction(
             k_start, tl.minimum(k_start + span, KP), tile_m * BM, tile_n * BN, BM, BN, BK, M, N, length, CAUSAL
@@ -407,6 +454,18 @@ def gemm_kernel(
             a, b, a_row, b_row, a_plane, b_plane, k_start, steps, KP, D, BM, BN, BK, TMA, BF16
         )
 
+    if REST:
+        if part >= 0:
+            m = tl.arange(0, BM)
+            if BM * BN > 128 * 128:
+                top0, top1, low0, low1 = _halves(top, low, BM, BN)
+                n = tl.arange(0, BN // 2)
+                _store_part(top0, low0, total_ptr, part, m, n, BM, BN)
+                _store_part(top1, low1, total_ptr, part, m, n + BN // 2, BM, BN)
+            else:
+                _store_part(top, low, total_ptr, part, m, tl.arange(0, BN), BM, BN)
+            return
+
     out_ptr += batch.to(tl.int64) * out_b
     total_ptr += batch.to(tl.int64) * out_b  # totals are laid out as the (contiguous) output is
     bias_ptr += batch.to(tl.int64) * bias_b
@@ -415,8 +474,7 @@ def gemm_kernel(
     m = tile_m * BM + tl.arange(0, BM)
     if BM * BN > 128 * 128:
         # Half a tile at a time: int64 totals of a whole one exceed shared memory on their way out.
-        top0, top1 = tl.split(tl.permute(tl.reshape(top, (BM, 2, BN // 2)), (0, 2, 1)))
-        low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
+        top0, top1, low0, low1 = _halves(top, low, BM, BN)
         n = tile_n * BN + tl.arange(0, BN // 2)
         _emit(top0, low0, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
               out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
@@ -461,6 +519,44 @@ def finish_kernel(
     _store_result(
         rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
         out_m, out_n, bias_m, bias_n, has_bias, BIAS, length, CAUSAL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["has_bias", "whole", "rest", "parts"])
+def finish_parts_kernel(
+    out_ptr, part_ptr, bias_ptr, ea_ptr, eb_ptr,
+    M, N, whole, rest, parts, a_batch, b_batch, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Results of the `rest` tiles from number `whole` on, from the totals of their parts; ROWS rows of a
+    tile each. A total is of a contraction that int32 levels hold: one int64."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    number = pid // (BM // ROWS)
+    place = whole + number
+    batch = place // (tiles_m * tiles_n)
+    tile_m, tile_n = _placed(place % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    row = pid % (BM // ROWS) * ROWS
+    inside = (row + tl.arange(0, ROWS))[:, None] * BN + tl.arange(0, BN)[None, :]
+    total = tl.zeros((ROWS, BN), tl.int64)
+    for first in range(0, parts, 4):
+        for i in tl.static_range(4):  # loads on their way together
+            part = first + i
+            pointers = part_ptr + tl.cast(part * rest + number, tl.int64) * (2 * BM * BN) + inside
+            mask = inside < (parts - part) * (BM * BN)  # all of them, or beyond the last part none
+            top = tl.load(pointers, mask=mask, other=0)
+            total += _joined(top, tl.load(pointers + BM * BN, mask=mask, other=0), D)
+    m = tile_m * BM + row + tl.arange(0, ROWS)
+    n = tile_n * BN + tl.arange(0, BN)
+    ea = tl.load(ea_ptr + batch * a_batch + m, mask=m < M, other=0)
+    eb = tl.load(eb_ptr + batch * b_batch + n, mask=n < N, other=0)
+    out_ptr += batch.to(tl.int64) * out_b
+    bias_ptr += batch.to(tl.int64) * bias_b
+    _store_result(
+        total.to(tl.float32), ea, eb, out_ptr, bias_ptr, m, n, M, N,
+        out_m, out_n, bias_m, bias_n, has_bias, BIAS,
     )  # fmt: skip
 
 
@@ -600,7 +696,13 @@ def multiply_digits(
         strides = (words[1] * m * n, *strides[1:])
     a_batch, b_batch = (m if qa.all_rows > m else 0), (n if qb.all_rows > n else 0)
     splits = triton.cdiv(qa.padded, plan.span)
-    grid = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * splits * batch
+    tiles = triton.cdiv(m, plan.bm) * triton.cdiv(n, plan.bn) * batch
+    rest = 0 if words or causal else plan.rest(tiles)
+    parts, part_span = plan.cut(qa.padded)
+    grid = tiles * splits
+    if rest:
+        grid = tiles - rest + rest * parts
+        total = recipe.reserve(parts * rest * 2 * plan.bm * plan.bn, torch.int32)
     operands = [q.digits for q in (qa, qb)]
     if plan.tma or plan.specialised:
         operands = [
@@ -610,7 +712,7 @@ def multiply_digits(
     arguments = (
         *operands, out, total, bias, qa.exponents, qb.exponents,
         m, n, qa.padded, plan.span, qa.all_rows, qb.all_rows, a_batch, b_batch, total_plane,
-        *strides, *bias_strides, int(has_bias), abs(causal),
+        *strides, *bias_strides, int(has_bias), abs(causal), tiles - rest, rest, part_span,
     )  # fmt: skip
     if causal == 0 or keys and plan.specialised:  # whose warps count on as many steps
         queries = 0
@@ -620,7 +722,7 @@ def multiply_digits(
         queries = 1 if causal > 0 else 2
     constants = dict(
         D=planes, BM=plan.bm, BN=plan.bn, BK=plan.bk, GROUP=plan.group, WORDS=kept,
-        JOINT=plan.joint, BIAS=along, CAUSAL=queries, **launch.STRICT,
+        JOINT=plan.joint, BIAS=along, CAUSAL=queries, REST=rest > 0, **launch.STRICT,
     )  # fmt: skip
     if plan.specialised:
         from carbon_compile.templates import matmul_hopper
@@ -636,7 +738,14 @@ def multiply_digits(
             gemm_kernel, grid, *arguments, **constants, TMA=plan.tma, BF16=plan.engine == "bf16",
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
-    if plan.words and words:
+    if rest:
+        rows = min(plan.bm, max(1, 1024 // plan.bn))
+        recipe.launch(
+            finish_parts_kernel, rest * (plan.bm // rows), out, total, bias, qa.exponents, qb.exponents,
+            m, n, tiles - rest, rest, parts, a_batch, b_batch, *strides, *bias_strides, int(has_bias),
+            D=planes, BM=plan.bm, BN=plan.bn, GROUP=plan.group, ROWS=rows, BIAS=along, num_warps=4, **launch.STRICT,
+        )  # fmt: skip
+    elif plan.words and words:
         recipe.launch(
             words_kernel, triton.cdiv(elements, launch.WORDS_BLOCK),
             words[0], total, elements, m * n, elements, BLOCK=launch.WORDS_BLOCK, WORDS=plan.words,

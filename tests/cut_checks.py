@@ -134,6 +134,7 @@ def operands(m, n, k, seed=0):
 
 LEVELS = launch.Plan(32, 32, 64, 4, 1)
 LONG = launch.Plan(16, 16, 4096, 4, 1)  # few steps, of which a rank's padded contraction must be whole ones
+PARTS = launch.Plan(16, 16, 64, 4, 1, parts=2, places=2)  # a last wave that only whole contractions have in parts
 JOINT = launch.Plan(32, 16, 64, 4, 1, joint=True, swap=True, tma=True)
 
 
@@ -167,6 +168,8 @@ def cases():
         yield dict(more, m=11, k=300, size=3, plan=LEVELS, splits=2, dtype=torch.bfloat16)  # rows that don't divide
         yield dict(more, m=11, k=300, size=3, plan=LEVELS, splits=2, words=2)
         yield dict(more, m=40, k=140, size=2, plan=JOINT)
+        yield dict(more, m=40, k=140, size=2, plan=PARTS)
+        yield dict(more | {"dimension": "columns", "n": 40}, m=40, k=140, size=2, plan=PARTS)
         yield dict(more, m=9, k=140, size=2, plan=JOINT, splits=2, words=2, unknown=True, dtype=torch.float16)
         yield dict(more, m=9, k=70, size=2, unknown=True)
         yield dict(more, m=1, k=70, size=4)  # ranks without a row
