@@ -258,12 +258,13 @@ class Cost(NamedTuple):
 
 # Of a last wave that is cut in parts, in us and bytes per us: what a program takes to fill its stages and to
 # drain them, unless it fills them while its last tile is stored; how fast a multiprocessor stores totals;
-# another launch; and how fast that reads them, mostly from L2.
+# another launch; and how fast that reads them, mostly from L2. Reckoned from what an H100 can do, not fitted.
 _PART = 2.5
 _PARTS_STORED = 30e3
 _PARTS_LAUNCH = 3.0
 _PARTS_READ = 4e6
 _PART_BYTES = 8  # of an element's total
+_PARTS_SCRATCH = 36 << 20  # bytes, of an H100's 50 MB of L2: a part of 128 x 256 a multiprocessor, or two of 128 x 128
 _PARTS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16)
 
 # Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H100 at
@@ -370,7 +371,7 @@ def gemm_plan(
             cut
             for plan in plans
             for cut in cut_last_wave(plan, padded, window, hw)
-            if rest(cut, rows, columns, batch)
+            if cuts(cut, rows, columns, batch)
         ]
     return min(
         plans, key=lambda plan: expected(plan, rows, columns, padded, window, batch, hw)
@@ -384,6 +385,12 @@ def _tiles(plan: Plan, m: int, n: int, batch: int) -> int:
 def rest(plan: Plan, m: int, n: int, batch: int) -> int:
     """How many tiles of C[batch, m, n] the plan cuts in parts."""
     return plan.rest(_tiles(plan, m, n, batch))
+
+
+def cuts(plan: Plan, m: int, n: int, batch: int) -> bool:
+    """Whether it cuts any, into what scratch may hold."""
+    tiles = rest(plan, m, n, batch)
+    return 0 < tiles * plan.parts * _PART_BYTES * plan.bm * plan.bn <= _PARTS_SCRATCH
 
 
 def cut_last_wave(plan: Plan, padded: int, window: int, hw: Hardware) -> list[Plan]:

@@ -84,7 +84,7 @@ def candidates(product: Product, hardware: launch.Hardware) -> list[launch.Plan]
         return [chosen, *(dataclasses.replace(chosen, stages=stages) for stages in (2, 3, 4) if stages != chosen.stages)]
     rows, columns = (n, m) if chosen.swap else (m, n)
     others = launch.variants(chosen, k, window, hardware.sms)
-    others = [plan for plan in others if plan.parts == 1 or launch.rest(plan, rows, columns, batch)]
+    others = [plan for plan in others if plan.parts == 1 or launch.cuts(plan, rows, columns, batch)]
     others.sort(key=lambda plan: launch.expected(plan, rows, columns, k, window, batch, hardware))
     return list(dict.fromkeys([chosen, *others[:CANDIDATES]]))
 

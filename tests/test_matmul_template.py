@@ -508,7 +508,7 @@ def test_a_last_wave_is_cut_where_that_pays(window):
             assert (tiles - rest) % cut.places == 0 and 0 <= rest < cut.places
             assert launch.split(cut, padded, window, 2).rest(tiles) == 0
         chosen = plan(m, n, k)
-        assert (chosen.parts > 1) == (launch.rest(chosen, m, n, 1) > 0)
+        assert (chosen.parts > 1) == launch.cuts(chosen, m, n, 1)
     assert {x.parts for x in launch.variants(gradient, 4096, window)} >= {1, 2, 5, gradient.parts}
 
 
@@ -713,6 +713,51 @@ def test_kernels_are_compiled_in_other_processes(tmp_path):
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "2", "TORCHINDUCTOR_WORKER_START": "subprocess"}
     run = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=300, cwd=os.path.dirname(os.path.dirname(__file__)), env=environment)
     assert run.stdout.startswith("compiled"), run.stderr[-3000:]
+
+
+RESOURCES = """
+import os, subprocess, tempfile, torch, triton
+from dataclasses import replace
+from tests.offline import pretend
+
+pretend(90)
+from carbon_compile.templates import launch, matmul_kernels, matmul_recipe
+
+dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+def meta(*shape, dtype): return torch.empty(shape, dtype=dtype, device="meta")
+
+def used(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(word.split(":")[:2] for word in text.split() if word.startswith(("REG:", "STACK:")))
+    return int(found["REG"]), int(found["STACK"])
+
+for window, dtype in ((16, torch.bfloat16), (24, torch.float32)):
+    a, b = meta(4096, 768, dtype=dtype).t(), meta(4096, 3072, dtype=dtype)
+    for plan in launch._HOPPER[window]:
+        if not plan.specialised:
+            continue
+        plan = replace(launch.split(plan, 4096, window, 1), programs=132 * plan.programs, parts=11, places=132 * (plan.programs or 1))
+        recipe = matmul_kernels.prepare(a, b, window, "gradient", None, plan=plan)
+        for step in recipe.launches[recipe.quantising :]:
+            arguments = [matmul_recipe._stand_ins((dtype, dtype, None, dtype), x) for x in step.arguments]
+            kernel = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
+            registers, stack = used(kernel)
+            threads = 32 * (4 if step.kernel.__name__ == "finish_parts_kernel" else plan.warps + 4)  # the loader has a group of warps too
+            together = plan.programs // 132 or 1
+            print(window, step.kernel.__name__, plan.bm, plan.bn, plan.bk, registers, stack, kernel.metadata.shared)
+            assert stack == 0 and registers * threads * together <= 65536 and kernel.metadata.shared * together <= 227 << 10
+print("fit")
+"""
+
+
+def test_parts_neither_spill_nor_keep_programs_apart():
+    """What stores results or the totals of parts fits where what only stores results does."""
+    pytest.importorskip("triton")
+    assert printed(RESOURCES).endswith("fit\n")
 
 
 class Recorded:
