@@ -222,6 +222,8 @@ def tune(name: str, window: int) -> list[tuple[float, dict]]:
     recipe.run((a, b, None, out, *recipe.scratch(out.device)))
     reference, times = out.clone(), []
     for plan in launch.variants(recipe.plan, launch.padded_contraction(a.shape[-1]), window):
+        if plan.parts > 1 and not launch.cuts(plan, a.shape[-2], b.shape[-1], batch or 1):
+            continue
         out.zero_()
         try:
             _, run = parts(kernels.prepare(a, b, window, balance, None, plan=plan), a, b, out)

@@ -4,7 +4,8 @@ A total is T = sum_l 256^l L_l, where level l sums the digit products of planes 
 least significant level first, one int32 accumulator carries into the next level by `>> 8` and the
 8 bits left behind collect in one more int32, so T needs two registers an element whatever K is.
 int32 holds a level while K stays within SPAN; longer or split contractions add their totals, as
-int64 words, in memory.
+int64 words, in memory. Where tiles are left that are too few for another wave of programs, those alone
+may be cut along the contraction: totals of their parts stand side by side in memory until they are added.
 
 The int8 engine multiplies digits as they are. The bf16 engine multiplies the same digits as bf16
 numbers and empties its binary32 accumulator before it can round: same integers, same bits.
