@@ -16,6 +16,9 @@ gradient of the logits is pointwise.
 its scores and the gradient that comes to the weights: the six products leave that half out. That a mask is such a
 one is shown by its value, if it is made of nothing but sizes: `is_causal`, and the masks that libraries make.
 No bit depends on it.
+
+**The softmax of attention** on a GPU, with the scale before it and behind its derivative, where all keys are seen or
+all up to the query: a kernel of ours takes the place of graph operations. No bit depends on it either.
 """
 
 import math
@@ -338,3 +341,80 @@ def _only_multiplied(node):
         elif not (user.target is _aten.transpose.int or _keeps_zeros(user)) or not _only_multiplied(user):
             return False
     return True
+
+
+# --- the softmax of attention ---------------------------------------------------------------------------
+
+
+def attention_softmax(graph, suits=attention.suits):
+    """Let kernels compute the softmax of attention and its derivative in a joint graph, in place, where they lie on
+    devices and have sizes that `suits(weights)` accepts; returns how many there are.
+
+    The graph's nodes have `meta["val"]`. Call it after `causal_products`, which looks for what it replaces.
+    """
+    causal, known = {}, {None: False}
+    for node in list(graph.nodes):
+        if node.target is _WEIGHTS and suits(node.meta["val"]):
+            mask = node.args[1]
+            if mask not in known:
+                known[mask] = _causality(mask, *node.meta["val"].shape[-2:])
+            if known[mask] is not None:
+                scale = _take_scale(_before(node.args[0], node))
+                causal[_put(graph, node, attention.SOFTMAX, node.args[0], scale, known[mask])] = known[mask]
+        elif node.target is _WEIGHTS_BACKWARD and (weights := _original(node.args[1])) in causal:
+            scale = _take_scale(_after(node))
+            _put(graph, node, attention.SOFTMAX_BACKWARD, *node.args, scale, causal[weights])
+    return sum(node.target in (attention.SOFTMAX, attention.SOFTMAX_BACKWARD) for node in graph.nodes)
+
+
+def _causality(mask, queries, keys):
+    """False if the mask [..., queries, keys] is provably true, True if it is so up to each query and false beyond,
+    None elsewhere."""
+    while mask.target is _aten.expand.default or mask.target in _SAME:
+        mask = mask.args[0]
+    with host.real_tensors():
+        value = _constant(mask)
+        if value is None or value.dtype is not torch.bool:
+            return None
+        value = value.broadcast_to((*value.shape[:-2], queries, keys))
+        if value.all():
+            return False
+        return True if (value != templates.beyond(queries, keys, queries)).all() else None
+
+
+def _before(node, user):
+    """The multiplication by a number that nothing but views is between and `user`, which alone sees it; or None."""
+    while node.target in _RENAMED and len(node.users) == 1:
+        node = node.args[0]
+    return node if _scales(node) and len(node.users) == 1 else None
+
+
+def _after(node):
+    """The multiplication by a number that is all a node is for, but for views; or None."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if _scales(node):
+            return node
+        if node.target not in _RENAMED:
+            return None
+    return None
+
+
+def _scales(node):
+    return node.target is _aten.mul.Tensor and isinstance(node.args[1], int | float) and node.args[0].meta["val"].dtype is torch.float32
+
+
+def _take_scale(product):
+    """The number of a multiplication, which the graph loses; 1 without one."""
+    if product is None:
+        return 1.0
+    product.replace_all_uses_with(product.args[0])
+    product.graph.erase_node(product)
+    return float(product.args[1])
+
+
+def _put(graph, node, target, *arguments):
+    with graph.inserting_before(node):
+        new = graph.call_function(target, arguments)
+    _replace(graph, node, new)
+    return new
