@@ -19,6 +19,9 @@ No bit depends on it.
 
 **The softmax of attention** on a GPU, with the scale before it and behind its derivative, where all keys are seen or
 all up to the query: a kernel of ours takes the place of graph operations. No bit depends on it either.
+
+**Heads side by side**, as the gradient of a layer has them that makes queries, keys and values at once: they are put
+together before they are moved beside each other, so that each 16 bytes come from one of them. Bits only move.
 """
 
 import math
@@ -417,4 +420,50 @@ def _put(graph, node, target, *arguments):
     with graph.inserting_before(node):
         new = graph.call_function(target, arguments)
     _replace(graph, node, new)
+    return new
+
+
+# --- heads side by side ---------------------------------------------------------------------------------
+
+
+def heads_side_by_side(graph):
+    """Rewrite each cat of [B, L, H D] that are [B, H, L, D] moved as one such move of the cat of [B, H, L, D], in
+    place; returns how many there are.
+
+    Inductor's index of an element of the first kind divides by H D, of which Triton doesn't see that neighbours stay
+    neighbours: a GPU would load single elements. The graph's nodes have `meta["val"]`.
+    """
+    found = 0
+    for node in list(graph.nodes):
+        if node.target is not _aten.cat.default or node.meta["val"].dim() != 3 or (*node.args, 0)[1] not in (2, -1):
+            continue
+        heads = [_moved(part) for part in node.args[0]]
+        if len(heads) < 2 or None in heads or len({h.meta["val"].shape[3] for h in heads}) > 1:
+            continue
+        with graph.inserting_before(node):
+            together = _made(node, _aten.cat.default, heads, 1)
+            moved = _made(node, _aten.clone.default, _made(node, _aten.permute.default, together, [0, 2, 1, 3]), memory_format=torch.contiguous_format)
+            _replace(graph, node, _made(node, _aten.view.default, moved, list(node.meta["val"].shape)))
+        found += 1
+    return found
+
+
+def _moved(node):
+    """The [B, H, L, D] that a node [B, L, H D] of no other use is moved from; or None."""
+    shape = node.meta["val"].shape
+    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1:
+        return None
+    node = node.args[0]
+    while node.target in _SAME and len(node.users) == 1:
+        node = node.args[0]
+    swapped = node.target is _aten.transpose.int and {d % 4 for d in node.args[1:]} == {1, 2} or node.target is _aten.permute.default and list(node.args[1]) == [0, 2, 1, 3]
+    if not swapped or node.meta["val"].dim() != 4 or len(node.users) != 1 or node.meta["val"].shape[:2] != shape[:2]:
+        return None
+    return node.args[0]
+
+
+def _made(like, target, *arguments, **options):
+    new = like.graph.call_function(target, arguments, options)
+    values = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+    new.meta = {**like.meta, "val": target(*values, **options)}
     return new
