@@ -37,7 +37,13 @@ from .lowering import (
 )
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
-from .recognise import causal_products, cut_products, rounded_partials
+from .recognise import (
+    attention_softmax,
+    causal_products,
+    cut_products,
+    heads_side_by_side,
+    rounded_partials,
+)
 from .rewrite import (
     ambient_policy,
     copy_expanded_outputs,
@@ -157,7 +163,9 @@ class JointPass(host.custom_graph_pass()):
         region.dump("before.txt", lambda: readable(gm))
         cut_products(graph)
         self.identity = graph_hash(graph)
-        causal_products(graph)  # not part of the identity: no bit depends on it
+        causal_products(graph)  # not part of the identity, nor are the next: no bit depends on them
+        attention_softmax(graph)
+        heads_side_by_side(graph)
         judge = Judge(gm, region.graph_report.policy)
         with logged("judge and rewrite"):
             for node in uninitialised_reads(graph):

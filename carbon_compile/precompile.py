@@ -24,14 +24,16 @@ def start(graph, tune="off"):
         calls = [call for node in graph.nodes if (call := _product(node)) is not None]
         sums = [call for node in graph.nodes if (call := _column_sum(node)) is not None]
         kept = [call for node in graph.nodes if (call := _kept(node)) is not None]
-        if not calls and not sums and not kept:
+        softmaxes = [call for node in graph.nodes if (call := _softmax(node)) is not None]
+        if not calls and not sums and not kept and not softmaxes:
             return None
-        from .templates import column_sums, matmul
+        from .templates import attention_softmax, column_sums, matmul
 
-        device = (calls or sums or kept)[0][0]
+        device = (calls or sums or kept or softmaxes)[0][0]
         plans = _plans() if tune == "on" else None
         others = [column_sums.warmable(*call[1:], device) for call in sums if call[0] == device]
         others += [warmable(*call, device) for on, warmable, call in kept if on == device]
+        others += [attention_softmax.warmable(*call[1:]) for call in softmaxes if call[0] == device]
         compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans, others)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
@@ -99,6 +101,15 @@ def _kept(node):
     if a.device.type != "cuda" or not _known(a) or not a.shape[0]:
         return None
     return a.device, kept.warmable, (_bare(a), n, window, _bare(bias), dtype)
+
+
+def _softmax(node):
+    """(device, scores or weights, whether forward, scale, causal) of an attention's softmax, which is on CUDA; else None."""
+    if str(node.target) not in ("carbon.attention_softmax.default", "carbon.attention_softmax_backward.default"):
+        return None
+    *tensors, scale, causal = node.args
+    x = tensors[-1].meta["val"]
+    return (x.device, _bare(x), len(tensors) == 1, scale, causal) if x.device.type == "cuda" else None
 
 
 _SUMS = {

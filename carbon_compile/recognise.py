@@ -16,6 +16,12 @@ gradient of the logits is pointwise.
 its scores and the gradient that comes to the weights: the six products leave that half out. That a mask is such a
 one is shown by its value, if it is made of nothing but sizes: `is_causal`, and the masks that libraries make.
 No bit depends on it.
+
+**The softmax of attention** on a GPU, with the scale before it and behind its derivative, where all keys are seen or
+all up to the query: a kernel of ours takes the place of graph operations. No bit depends on it either.
+
+**Heads side by side**, as the gradient of a layer has them that makes queries, keys and values at once: they are put
+together before they are moved beside each other, so that each 16 bytes come from one of them. Bits only move.
 """
 
 import math
@@ -338,3 +344,126 @@ def _only_multiplied(node):
         elif not (user.target is _aten.transpose.int or _keeps_zeros(user)) or not _only_multiplied(user):
             return False
     return True
+
+
+# --- the softmax of attention ---------------------------------------------------------------------------
+
+
+def attention_softmax(graph, suits=attention.suits):
+    """Let kernels compute the softmax of attention and its derivative in a joint graph, in place, where they lie on
+    devices and have sizes that `suits(weights)` accepts; returns how many there are.
+
+    The graph's nodes have `meta["val"]`. Call it after `causal_products`, which looks for what it replaces.
+    """
+    causal, known = {}, {None: False}
+    for node in list(graph.nodes):
+        if node.target is _WEIGHTS and suits(node.meta["val"]):
+            mask = node.args[1]
+            if mask not in known:
+                known[mask] = _causality(mask, *node.meta["val"].shape[-2:])
+            if known[mask] is not None:
+                scale = _take_scale(_before(node.args[0], node))
+                causal[_put(graph, node, attention.SOFTMAX, node.args[0], scale, known[mask])] = known[mask]
+        elif node.target is _WEIGHTS_BACKWARD and (weights := _original(node.args[1])) in causal:
+            scale = _take_scale(_after(node))
+            _put(graph, node, attention.SOFTMAX_BACKWARD, *node.args, scale, causal[weights])
+    return sum(node.target in (attention.SOFTMAX, attention.SOFTMAX_BACKWARD) for node in graph.nodes)
+
+
+def _causality(mask, queries, keys):
+    """False if the mask [..., queries, keys] is provably true, True if it is so up to each query and false beyond,
+    None elsewhere."""
+    while mask.target is _aten.expand.default or mask.target in _SAME:
+        mask = mask.args[0]
+    with host.real_tensors():
+        value = _constant(mask)
+        if value is None or value.dtype is not torch.bool:
+            return None
+        value = value.broadcast_to((*value.shape[:-2], queries, keys))
+        if value.all():
+            return False
+        return True if (value != templates.beyond(queries, keys, queries)).all() else None
+
+
+def _before(node, user):
+    """The multiplication by a number that nothing but views is between and `user`, which alone sees it; or None."""
+    while node.target in _RENAMED and len(node.users) == 1:
+        node = node.args[0]
+    return node if _scales(node) and len(node.users) == 1 else None
+
+
+def _after(node):
+    """The multiplication by a number that is all a node is for, but for views; or None."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if _scales(node):
+            return node
+        if node.target not in _RENAMED:
+            return None
+    return None
+
+
+def _scales(node):
+    return node.target is _aten.mul.Tensor and isinstance(node.args[1], int | float) and node.args[0].meta["val"].dtype is torch.float32
+
+
+def _take_scale(product):
+    """The number of a multiplication, which the graph loses; 1 without one."""
+    if product is None:
+        return 1.0
+    product.replace_all_uses_with(product.args[0])
+    product.graph.erase_node(product)
+    return float(product.args[1])
+
+
+def _put(graph, node, target, *arguments):
+    with graph.inserting_before(node):
+        new = graph.call_function(target, arguments)
+    _replace(graph, node, new)
+    return new
+
+
+# --- heads side by side ---------------------------------------------------------------------------------
+
+
+def heads_side_by_side(graph):
+    """Rewrite each cat of [B, L, H D] that are [B, H, L, D] moved as one such move of the cat of [B, H, L, D], in
+    place; returns how many there are.
+
+    Inductor's index of an element of the first kind divides by H D, of which Triton doesn't see that neighbours stay
+    neighbours: a GPU would load single elements. The graph's nodes have `meta["val"]`.
+    """
+    found = 0
+    for node in list(graph.nodes):
+        if node.target is not _aten.cat.default or node.meta["val"].dim() != 3 or (*node.args, 0)[1] not in (2, -1):
+            continue
+        heads = [_moved(part) for part in node.args[0]]
+        if len(heads) < 2 or None in heads or len({h.meta["val"].shape[3] for h in heads}) > 1:
+            continue
+        with graph.inserting_before(node):
+            together = _made(node, _aten.cat.default, heads, 1)
+            moved = _made(node, _aten.clone.default, _made(node, _aten.permute.default, together, [0, 2, 1, 3]), memory_format=torch.contiguous_format)
+            _replace(graph, node, _made(node, _aten.view.default, moved, list(node.meta["val"].shape)))
+        found += 1
+    return found
+
+
+def _moved(node):
+    """The [B, H, L, D] that a node [B, L, H D] of no other use is moved from; or None."""
+    shape = node.meta["val"].shape
+    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1:
+        return None
+    node = node.args[0]
+    while node.target in _SAME and len(node.users) == 1:
+        node = node.args[0]
+    swapped = node.target is _aten.transpose.int and {d % 4 for d in node.args[1:]} == {1, 2} or node.target is _aten.permute.default and list(node.args[1]) == [0, 2, 1, 3]
+    if not swapped or node.meta["val"].dim() != 4 or len(node.users) != 1 or node.meta["val"].shape[:2] != shape[:2]:
+        return None
+    return node.args[0]
+
+
+def _made(like, target, *arguments, **options):
+    new = like.graph.call_function(target, arguments, options)
+    values = torch.fx.node.map_arg(arguments, lambda n: n.meta["val"])
+    new.meta = {**like.meta, "val": target(*values, **options)}
+    return new

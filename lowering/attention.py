@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from ..templates import matmul as templates
 from . import policy, random, softmax
 from . import prims as P
+from .columns import on_gpu
 from .composed import compose, derivative
-from .matmul import BMM, define_product
+from .matmul import BMM, define_product, direct
 from .pointwise import LIBRARY
-from .registry import Refusal, composite, refuse
+from .registry import Refusal, composite, kernels, refuse
 
 # The last argument of these products, and of `carbon::bmm`, is `causal` of `exact_bmm`. Attention leaves it 0: where
 # a graph shows what is zero, `recognise.causal_products` sets it, and no bit of attention depends on it.
@@ -108,6 +109,46 @@ def _weights_setup(ctx, inputs, output):
 @derivative(torch.ops.carbon.attention_weights.default, _weights_setup)
 def _weights_backward(ctx, grad):
     return torch.ops.carbon.attention_weights_backward(grad, *ctx.saved_tensors), None
+
+
+# --- the softmax as a kernel of ours, see `recognise.attention_softmax` --------------------------------
+
+_KEYS = 4096  # parts of an integer sum of so many fit 32 bits
+
+
+def suits(weights):
+    """Whether attention's weights [..., L, S] are on a GPU, and of a size that a program holds."""
+    shape = weights.shape
+    return on_gpu(weights) and all(isinstance(n, int) for n in shape) and math.prod(shape) > 0 and shape[-1] <= _KEYS and len(shape) > 1
+
+
+def _softmax(scores, scale, causal):
+    if on_gpu(scores):
+        from ..templates import attention_softmax
+
+        return attention_softmax.weights(scores, scale, causal)
+    mask = ~templates.beyond(*scores.shape[-2:], scores.shape[-2], scores.device) if causal else None
+    return attention_weights(P.mul(scores, P.scalar(scale, scores)), mask)
+
+
+def _softmax_backward(grad, weights, scale, causal):
+    if on_gpu(weights):
+        from ..templates import attention_softmax
+
+        return attention_softmax.gradient(grad, weights, scale, causal)
+    return P.mul(attention_weights_backward(grad, weights), P.scalar(scale, weights))
+
+
+def _like_weights(*arguments):
+    return arguments[-3].new_empty(arguments[-3].shape)
+
+
+_operator = kernels("5")
+SOFTMAX = direct(_operator("attention_softmax(Tensor scores, float scale, bool causal) -> Tensor", _softmax, _like_weights), _softmax)
+SOFTMAX_BACKWARD = direct(
+    _operator("attention_softmax_backward(Tensor grad, Tensor weights, float scale, bool causal) -> Tensor", _softmax_backward, _like_weights),
+    _softmax_backward,
+)
 
 
 @composite(F.scaled_dot_product_attention, section="5")

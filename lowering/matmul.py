@@ -21,21 +21,22 @@ from .registry import composite, kernels, rule, template
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
-# Product operations that compiled code calls by their attribute `direct`.
+# Operations that compiled code calls by their attribute `direct`.
 DIRECT = []
 
 
-def _direct(overload, implementation):
+def direct(overload, implementation):
     """Give `overload` the attribute `direct`, which does the same without the dispatcher wherever that
     has nothing to do but to call `implementation`: for a small product its way there and back is the
-    larger part of the host's time."""
+    larger part of the host's time. Compiled code calls it from then on."""
 
-    def direct(*args):
+    def call(*args):
         if args[0].is_cuda and not host.watched():
             return implementation(*args)
         return overload(*args)
 
-    overload.direct = direct
+    overload.direct = call
+    DIRECT.append(overload)
     return overload
 
 
@@ -56,7 +57,7 @@ def define_product(name, section, schema, implementation, fake):
         LIBRARY.impl(each, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"carbon::{each}", fake, lib=LIBRARY)
     kernel = template(f"{name}_kernel", section)
-    DIRECT.append(_direct(getattr(torch.ops.carbon, f"{name}_kernel").default, implementation))
+    direct(getattr(torch.ops.carbon, f"{name}_kernel").default, implementation)
 
     @rule(f"carbon.{name}.default", section=section, verdict="template", integers="rule")
     def call_kernel(*args):
@@ -103,8 +104,7 @@ def _mm_kept_fake(a, kept, bias, n, window, dtype):
 
 
 # `carbon::mm` with balance "weight" where no gradient is wanted and the weight's digits are there.
-MM_KEPT = kernels("4")("mm_kept(Tensor a, Tensor kept, Tensor? bias, int n, int window, ScalarType dtype) -> Tensor", _mm_kept, _mm_kept_fake)
-DIRECT.append(_direct(MM_KEPT, _mm_kept))
+MM_KEPT = direct(kernels("4")("mm_kept(Tensor a, Tensor kept, Tensor? bias, int n, int window, ScalarType dtype) -> Tensor", _mm_kept, _mm_kept_fake), _mm_kept)
 
 
 def _mm_setup(ctx, inputs, output):

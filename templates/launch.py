@@ -244,6 +244,15 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
 
 
+# ---- softmax of attention ----
+
+
+def softmax_tile(keys: int, operands: int) -> Tile:
+    """A program's queries by all keys, 32 numbers a thread; few warps, between which a row's sums need not pass."""
+    columns = max(64, _power_of_two(keys))
+    return Tile(max(1, min(8, 1024 // operands // columns)), columns, max(1, columns * operands // 1024))
+
+
 # ---- products ----
 
 class Cost(NamedTuple):
