@@ -491,7 +491,7 @@ def norm_gradients(g: Tensor, h: Tensor, weight: torch.dtype, bias: torch.dtype 
 
 def warmable(g: Tensor, h: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device):
     """(recipe, types of its buffers) to compile before such a sum is launched on a device; meta tensors will do."""
-    recipe = _recipe(g, h, weight is not None, bias is not None, device)
+    recipe = _chosen(g, h, weight is not None, bias is not None, device)
     return recipe, (g.dtype, None if h is None else h.dtype, bias, weight, None, None)
 
 
@@ -509,7 +509,7 @@ def _run(g, h, weight, bias):
     signature = (weight, bias, *((t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device()) for t in (g, h) if t is not None))
     recipe = _prepared.get(signature)
     if recipe is None:
-        recipe = _recipe(g, h, weight is not None, bias is not None)
+        recipe = _chosen(g, h, weight is not None, bias is not None)
     buffers[WORK] = torch.empty(recipe.sizes[WORK], dtype=torch.uint8, device=device)
     addresses = [0 if t is None else t.data_ptr() for t in buffers]
     aligned = not any(address & 15 for address in addresses[2:])
@@ -523,6 +523,12 @@ def _run(g, h, weight, bias):
                 _prepared.clear()
             _prepared[signature] = recipe
     return buffers[_WEIGHT], buffers[_BIAS]
+
+
+def _chosen(g, h, scale, shift, device=None):
+    from carbon_compile.templates import narrow_sums
+
+    return _recipe(g, h, scale, shift, device) if scale or g.dtype not in narrow_sums.TYPES else narrow_sums.recipe(g, device)
 
 
 def _recipe(g, h, scale, shift, device=None):

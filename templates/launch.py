@@ -244,6 +244,52 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
 
 
+class NarrowSlab(NamedTuple):
+    """A program's columns, and the rows that it takes, `unroll` times `rows` at a time.
+
+    Then `helpers` programs take a `block` of columns, and what they read again `again` rows at a time, in chunks of
+    `group` slabs.
+    """
+
+    columns: int
+    span: int
+    rows: int
+    warps: int
+    unroll: int
+    registers: int
+    block: int
+    group: int
+    helpers: int
+    again: int
+
+
+def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, warps=4, unroll=8, together=4) -> NarrowSlab:
+    """Of a matrix [M, N] of 16-bit numbers: 128 bytes of a row, of which a thread takes 16, and as many programs as
+    run `together` on multiprocessors; but slabs of no more than 2048 rows, hence 128 slabs or fewer. A thread has no
+    more than `unroll` rows on their way, or half where those that are not `aligned` come in eight loads.
+
+    Gradients of a small transformer in training, 4096 rows: of keys and queries, one of two or three 16 columns has
+    elements too small for the quick way, but 128 rows of it only one time in thirty. So chunks are as small as a
+    helper can count: 32. A thread's integers hold the terms of 511 steps.
+    """
+    columns = min(columns, max(16, _power_of_two(n)))
+    rows = 8 * 32 * warps // columns
+    tiles, programs = -(-n // columns), together * hw.sms
+    slabs = max(1, programs // tiles)
+    if tiles > programs // 4:  # whole waves
+        slabs = min(range(1, 5), key=lambda s: -(-tiles * s // programs) / s)
+    slabs = min(128, max(slabs, -(-m // 2048)))
+    span = max(-(-m // slabs), 64)
+    slabs = -(-m // span)
+    steps = -(-span // (rows * (unroll if aligned else unroll // 2)))
+    settling = 4 * hw.sms
+    block = 16 if n <= 32 * settling else 64
+    again = 512 * warps // block
+    helpers = max(1, min(settling // -(-n // block), slabs), -(-m // (256 * again)))
+    group = _power_of_two(-(-slabs // (32 * helpers)))
+    return NarrowSlab(columns, span, rows, warps, -(-span // (rows * steps)), 128, block, group, helpers, again)
+
+
 # ---- softmax of attention ----
 
 

@@ -208,9 +208,106 @@ def plan(columns=32, span=150, rows=8, warps=4, unroll=2, sample=16, grids=6, ag
     launch.column_sums_plan = lambda m, n, itemsize, sums, hw: launch.Slab(columns, span, rows, warps, unroll, sample, grids, again, registers)
 
 
+# --- 16-bit types: sums without rounding, and where they are not to be had ---
+
+
+def narrow_plan(columns=32, span=40, rows=8, warps=4, unroll=2, block=16, group=2, helpers=2, again=32):
+    """Several slabs, steps, chunks and helpers of the matrices here."""
+    from carbon_compile.templates import launch
+
+    launch.narrow_sums_plan = lambda m, n, aligned, hw: launch.NarrowSlab(columns, span, rows, warps, unroll, 128, block, group, helpers, again)
+
+
+def settled(x, dtype):
+    """(sums of columns of x, which of their blocks were read again), from scratch full of NaN."""
+    from carbon_compile.templates import narrow_sums
+    from carbon_compile.templates.matmul_recipe import view
+
+    recipe, out = narrow_sums.recipe(x), torch.empty(x.shape[1], dtype=dtype, device=x.device)
+    buffers = [x, x, out, x, *recipe.scratch(x.device)]
+    buffers[4].fill_(255)
+    recipe.run(buffers)
+    arrived = view(buffers, recipe.launches[1].arguments[4]).cpu()
+    assert set(arrived.tolist()) <= {0, recipe.launches[1].constants["HELPERS"]}
+    return out.cpu(), arrived > 0
+
+
+# (the largest magnitude's exponent, a small element, whether it needs rounding): its last bit is the column's unit, or
+# half of it, a tie; subnormal numbers, too.
+_BFLOAT16_EDGES = [(100, 129 * 2.0**63, False), (100, 129 * 2.0**62, True), (0, 129 * 2.0**-37, False), (0, 129 * 2.0**-38, True), (0, 129 * 2.0**-52, True),
+                   (-60, 129 * 2.0**-97, False), (-60, 129 * 2.0**-98, True), (127, 129 * 2.0**90, False), (127, 129 * 2.0**89, True),
+                   (-96, 2.0**-133, False), (-95, 2.0**-133, True)]  # fmt: skip
+_FLOAT16_EDGES = [(15, 1025 * 2.0**-22, False), (15, 1025 * 2.0**-23, True), (15, 2.0**-24, True), (13, 2.0**-24, False), (14, 2.0**-24, True)]
+
+
+def compare_edges(device, rows=150):
+    """Just within the binades where no term is rounded, and just below. All that is larger cancels."""
+    for dtype, edges in ((torch.bfloat16, _BFLOAT16_EDGES), (torch.float16, _FLOAT16_EDGES)):
+        for block in (16, 32):
+            narrow_plan(block=block)
+            x = torch.zeros(rows, block * len(edges), dtype=torch.float64)
+            for place, (top, small, _) in enumerate(edges):
+                some = slice(block * place + 3, block * place + 7)
+                x[0, some], x[-1, some] = 1.5 * 2.0**top, -1.5 * 2.0**top
+                x[rows // 2 + 2 : rows // 2 + 9, some] = small
+            narrow = x.to(dtype)
+            assert torch.equal(narrow.double(), x)
+            rounded = torch.tensor([edge[2] for edge in edges])
+            definition = P.sum(narrow, [0])
+            assert torch.equal((definition.double() != x.sum(0)).view(-1, block).any(1), rounded)
+            found, again = settled(narrow.to(device), torch.float32)
+            assert_bitwise(found, definition)
+            assert torch.equal(again, rounded), (dtype, block)
+
+
+def compare_mixed(device):
+    """Blocks of columns of which all, a few or no slabs hold terms that are rounded, or what is not finite."""
+    inf, nan = float("inf"), float("nan")
+    g = torch.Generator().manual_seed(5)
+    for rows, options in ((150, {}), (333, {"span": 16, "unroll": 1, "group": 4, "helpers": 3, "again": 16}), (70, {"span": 80, "helpers": 1, "group": 1})):
+        narrow_plan(**options)
+        for dtype in TYPES[1:]:
+            x = torch.randn(rows, 160, generator=g).clamp(-4, 4)
+            x = torch.where(x.abs() < 2.0**-10, 0.0, x)
+            low = 2.0**-40 if dtype == torch.bfloat16 else 2.0**-24
+            x[:, 16:20], x[:, 20:24], x[:, 24:28] = 0.0, -0.0, x[:, 24:28] * low  # dead columns, and small ones
+            x[:, 33:50] *= 2.0**13
+            x[rows // 2, 33:35] = low
+            x[::2, 48:64] = low * torch.randint(1, 200, (len(x[::2]), 16), generator=g)
+            x[-1, 66], x[3, 70] = inf, -inf
+            x[2, 81], x[-2, 81], x[2, 82], x[1, 82] = inf, -inf, -inf, low
+            x[rows // 3, 97], x[0, 98], x[5, 98] = nan, nan, inf
+            x[rows // 2, 113], x[1, 113] = torch.finfo(dtype).max, low
+            x[:, 130], x[:, 135] = torch.finfo(dtype).max, 0.75 * torch.finfo(dtype).max  # finite terms, infinite totals
+            x = x.to(dtype)
+            again = torch.tensor([False, False, True, True, True, True, True, True, False, False])
+            out = dtype if rows == 150 else torch.float32
+            found, read = settled(x.to(device), out)
+            assert_bitwise(found, P.sum(x, [0], dtype=out))
+            assert torch.equal(read, again), (read, dtype)
+
+
+def compare_tall(device):
+    """More rows than leave binary64 room for all terms: fewer binades then."""
+    from carbon_compile.templates import narrow_sums
+
+    rows = 100_000
+    assert narrow_sums.binades(torch.bfloat16, 1 << 15) == 30 and narrow_sums.binades(torch.float16, 1 << 15) == 27
+    assert narrow_sums.binades(torch.bfloat16, rows) == 28 and narrow_sums.binades(torch.float16, rows) == 25
+    x = torch.full((rows, 32), 255 / 128)
+    x[rows // 2 :] *= -1.0
+    x[7] = x[-1] = 129 * 2.0**-35
+    x[8, 16:] = 129 * 2.0**-36
+    x = x.bfloat16()
+    found, again = settled(x.to(device), torch.float32)
+    assert_bitwise(found, P.sum(x, [0]))
+    assert torch.equal(again, torch.tensor([False, True]))
+
+
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_sums", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
+    ["compare_sums", "compare_norms", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
+     "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "compare_tall('cpu'); compare_edges('cpu'); compare_mixed",
      "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
      "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
@@ -335,7 +432,7 @@ import itertools
 import torch
 from triton.runtime.jit import MockTensor
 
-from carbon_compile.templates import column_sums
+from carbon_compile.templates import column_sums, narrow_sums
 from carbon_compile.templates.matmul_recipe import Block
 from tests.offline import pretend
 
@@ -347,13 +444,17 @@ for capability in (80, 90):
         g = torch.empty(rows, columns, dtype=dtype, device="meta")
         h = torch.empty(rows, columns, device="meta") if scale else None
         recipe, types = column_sums.warmable(g, h, torch.float32 if scale else None, torch.float32 if shift else None, "cuda")
-        assert (recipe.launches[0].kernel is column_sums.guess_kernel) == (rows == 16384)
+        narrow = dtype in narrow_sums.TYPES and not scale
+        first, last = (narrow_sums.slabs_kernel, narrow_sums.settle_kernel) if narrow else (column_sums.guess_kernel, column_sums.finish_kernel)
+        assert (recipe.launches[0].kernel is first) == (narrow or rows == 16384)
         for step in recipe.launches:
             arguments = [MockTensor(getattr(a, "dtype", None) or types[a.buffer]) if isinstance(a, Block) else a for a in step.arguments]
             compiled = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants)
             ptx = compiled.asm["ptx"]
             assert "fma.rn.f32" not in ptx and "ld.global.v4.b32" in ptx
-            assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is column_sums.finish_kernel)
+            assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is last)
+            if step.kernel is narrow_sums.slabs_kernel:
+                assert ("max.u16x2" in ptx) == (capability == 90) and "cvt.f64" not in ptx
             if step.kernel is column_sums.guess_kernel:
                 assert "max.NaN.f32" in ptx and "ftz" not in ptx and f"ld.global.v{dtype.itemsize}.b32" in ptx
 print("compiled")
@@ -371,8 +472,11 @@ def test_on_a_gpu():
 
     compare_sums("cuda")
     compare_norms("cuda")
-    chosen = launch.column_sums_plan
+    compare_tall("cuda")
+    chosen, narrow = launch.column_sums_plan, launch.narrow_sums_plan
     try:
+        compare_edges("cuda")
+        compare_mixed("cuda")
         compare_unseen("cuda")
         compare_extremes("cuda")
         plan(span=80)
@@ -381,7 +485,7 @@ def test_on_a_gpu():
         plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8)
         compare_guesses("cuda", columns=16, sample=64, grids=5)
     finally:
-        launch.column_sums_plan = chosen
+        launch.column_sums_plan, launch.narrow_sums_plan = chosen, narrow
     for rows, columns in ((16384, 3072), (4096, 768), (5000, 8)):  # guessed, and read twice
         for dtype in TYPES:
             for x in (matrix(rows, columns, dtype), torch.randn(rows, columns).to(dtype)):
@@ -412,9 +516,9 @@ import contextlib
 from carbon_compile import host
 torch.cuda.device = lambda device: contextlib.nullcontext()
 host.compile_processes = lambda device: None
-from carbon_compile.templates import column_sums
+from carbon_compile.templates import column_sums, narrow_sums
 compiled = []
-for kernel in (column_sums.guess_kernel, column_sums.finish_kernel):
+for kernel in (column_sums.guess_kernel, column_sums.finish_kernel, narrow_sums.slabs_kernel, narrow_sums.settle_kernel):
     kernel.warmup = lambda *arguments, warmup=kernel.warmup, **options: compiled.append(warmup(*arguments, **options))
 precompile.start(graph).join()
 print("compiled", len(compiled))
