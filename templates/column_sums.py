@@ -15,7 +15,7 @@ Where the guess was wrong, or something is not finite, the second launch reads t
 the last program to arrive makes results. Of a matrix that the L2 cache holds nothing is guessed: reading
 it again costs less than what a guess leaves behind. Which of all this happens is no matter of bits. Terms are
 made in two parts by adding binary32 constants, as `lowering.pointwise` does for one unit; its programs are
-the twin.
+the twin. The sums of a 16-bit matrix alone are those of `narrow_sums`.
 """
 
 from __future__ import annotations
@@ -526,6 +526,7 @@ def _run(g, h, weight, bias):
 
 
 def _chosen(g, h, scale, shift, device=None):
+    """Where nothing is multiplied, 16-bit numbers need no rounding."""
     from carbon_compile.templates import narrow_sums
 
     return _recipe(g, h, scale, shift, device) if scale or g.dtype not in narrow_sums.TYPES else narrow_sums.recipe(g, device)

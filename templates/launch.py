@@ -248,7 +248,7 @@ class NarrowSlab(NamedTuple):
     """A program's columns, and the rows that it takes, `unroll` times `rows` at a time.
 
     Then `helpers` programs take a `block` of columns, and what they read again `again` rows at a time, in chunks of
-    `group` slabs.
+    `group` slabs. `overlap`: the second launch begins during the first one, and waits for it.
     """
 
     columns: int
@@ -261,6 +261,7 @@ class NarrowSlab(NamedTuple):
     group: int
     helpers: int
     again: int
+    overlap: bool = False
 
 
 def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, warps=4, unroll=8, together=4) -> NarrowSlab:
@@ -287,7 +288,7 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, wa
     again = 512 * warps // block
     helpers = max(1, min(settling // -(-n // block), slabs), -(-m // (256 * again)))
     group = _power_of_two(-(-slabs // (32 * helpers)))
-    return NarrowSlab(columns, span, rows, warps, -(-span // (rows * steps)), 128, block, group, helpers, again)
+    return NarrowSlab(columns, span, rows, warps, -(-span // (rows * steps)), 128, block, group, helpers, again, hw.capability[0] >= 9)
 
 
 # ---- softmax of attention ----

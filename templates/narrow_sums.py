@@ -33,6 +33,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from carbon_compile.templates import column_sums as general
@@ -44,8 +45,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-# Twice at a time, of pairs of columns: the largest magnitude; the smallest one less one, which is the largest
-# number for zeros; and both binary64 sums.
+# Of two columns at a time: the largest magnitudes; the smallest ones less one, so that zeros come last; and sums.
 _PAIRS = """{ .reg .b32 magnitude, first, second, zero, ones; .reg .b64 wide;
 mov.b32 zero, 0;
 mov.b32 ones, 0xffffffff;
@@ -119,6 +119,8 @@ def slabs_kernel(
     Rows of x are contiguous; EVEN: BN divides N. Also zeros to the totals int64 [N] and, for each BLOCK
     columns, arrivals int32, which the second launch may add to.
     """
+    if not _INTERPRETED and cuda_capability_geq(9, 0):
+        gdc_launch_dependents()  # once all programs have begun; without effect unless the second launch may overlap
     tiles = tl.cdiv(N, BN)
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles
@@ -220,9 +222,14 @@ def _settle_again(
         start = (chunk * HELPERS + helper) * GROUP * span
         end = tl.minimum(start + GROUP * span, M)
         count = tl.where(((chunks >> chunk) & 1) != 0, tl.cdiv(end - start, BM), 0)
-        for step in range(0, count):
-            i = start + step * BM + tl.arange(0, BM)
-            read = general._terms(read, general._tile(x_ptr, i, j, end, N, stride).to(tl.float32), power, rounder, 6)
+        end = tl.where(count > 0, end, 0)
+        i = start + tl.arange(0, BM)
+        x = general._tile(x_ptr, i, j, end, N, stride)
+        for _ in range(0, count):
+            i += BM
+            following = general._tile(x_ptr, i, j, end, N, stride)  # on its way meanwhile
+            read = general._terms(read, x.to(tl.float32), power, rounder, 6)
+            x = following
         steps += count
     total += general._total(read, m, rounder, shift, steps, 6)
     at = totals_ptr + j
@@ -249,6 +256,8 @@ def settle_kernel(
     split = tl.arange(0, SLABS)
     present = (split < splits)[:, None] & (j < N)[None, :]
     place = split.to(tl.int64)[:, None] * N + j[None, :]
+    if not _INTERPRETED and cuda_capability_geq(9, 0):
+        gdc_wait()  # for all of the first launch
     marks = tl.load(marks_ptr + place, mask=present, other=-0x10000)  # zeros
     needed = (split < tl.where(helper == 0, splits, 0))[:, None] & (j < N)[None, :]
     sums = tl.load(sums_ptr + place, mask=needed, other=0.0)
@@ -287,8 +296,10 @@ def recipe(x, device=None) -> Recipe:
         slabs_kernel, tiles * splits, *kept, *sizes, **launch.STRICT, num_warps=plan.warps, maxnreg=plan.registers,
         BM=plan.rows, BN=plan.columns, BLOCK=plan.block, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0),
     )  # fmt: skip
+    overlap = {"launch_pdl": True} if plan.overlap else {}
     made.launch(
-        settle_kernel, blocks * plan.helpers, *kept, Block(BIAS), *sizes, binades(x.dtype, m), **launch.STRICT, num_warps=plan.warps, maxnreg=plan.registers,
+        settle_kernel, blocks * plan.helpers, *kept, Block(BIAS), *sizes, binades(x.dtype, m),
+        **launch.STRICT, **overlap, num_warps=plan.warps, maxnreg=plan.registers,
         BM=plan.again, BLOCK=plan.block, SLABS=_power_of_two(splits), GROUP=plan.group, CHUNKS=chunks, HELPERS=plan.helpers,
     )  # fmt: skip
     return made

@@ -242,22 +242,21 @@ _FLOAT16_EDGES = [(15, 1025 * 2.0**-22, False), (15, 1025 * 2.0**-23, True), (15
 
 def compare_edges(device, rows=150):
     """Just within the binades where no term is rounded, and just below. All that is larger cancels."""
-    for dtype, edges in ((torch.bfloat16, _BFLOAT16_EDGES), (torch.float16, _FLOAT16_EDGES)):
-        for block in (16, 32):
-            narrow_plan(block=block)
-            x = torch.zeros(rows, block * len(edges), dtype=torch.float64)
-            for place, (top, small, _) in enumerate(edges):
-                some = slice(block * place + 3, block * place + 7)
-                x[0, some], x[-1, some] = 1.5 * 2.0**top, -1.5 * 2.0**top
-                x[rows // 2 + 2 : rows // 2 + 9, some] = small
-            narrow = x.to(dtype)
-            assert torch.equal(narrow.double(), x)
-            rounded = torch.tensor([edge[2] for edge in edges])
-            definition = P.sum(narrow, [0])
-            assert torch.equal((definition.double() != x.sum(0)).view(-1, block).any(1), rounded)
-            found, again = settled(narrow.to(device), torch.float32)
-            assert_bitwise(found, definition)
-            assert torch.equal(again, rounded), (dtype, block)
+    for dtype, edges, block in ((torch.bfloat16, _BFLOAT16_EDGES, 16), (torch.float16, _FLOAT16_EDGES, 32)):
+        narrow_plan(block=block)
+        x = torch.zeros(rows, block * len(edges), dtype=torch.float64)
+        for place, (top, small, _) in enumerate(edges):
+            some = slice(block * place + 3, block * place + 7)
+            x[0, some], x[-1, some] = 1.5 * 2.0**top, -1.5 * 2.0**top
+            x[rows // 2 + 2 : rows // 2 + 9, some] = small
+        narrow = x.to(dtype)
+        assert torch.equal(narrow.double(), x)
+        rounded = torch.tensor([edge[2] for edge in edges])
+        definition = P.sum(narrow, [0])
+        assert torch.equal((definition.double() != x.sum(0)).view(-1, block).any(1), rounded)
+        found, again = settled(narrow.to(device), torch.float32)
+        assert_bitwise(found, definition)
+        assert torch.equal(again, rounded), (dtype, block)
 
 
 def compare_mixed(device):
@@ -307,7 +306,7 @@ def compare_tall(device):
 @pytest.mark.parametrize(
     "check",
     ["compare_sums", "compare_norms", "plan(); compare_norms", "plan(span=80); compare_guesses", "plan(span=80); compare_pairs",
-     "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "compare_tall('cpu'); compare_edges('cpu'); compare_mixed",
+     "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "narrow_plan(span=2048, rows=256, unroll=8, again=512); compare_tall", "compare_edges('cpu'); compare_mixed",
      "compare_unseen", "compare_extremes", "plan(columns=16, span=70, rows=16, unroll=3, sample=64, grids=5, again=8); compare_guesses(columns=16, sample=64, grids=5, device=",
      "plan(columns=64, span=150, rows=4, unroll=1, sample=32, grids=4); compare_guesses(columns=64, sample=32, grids=4, device=",
      "plan(columns=32, span=64, rows=4, unroll=4, sample=8, grids=3); compare_guesses(sample=8, grids=3, device="],
@@ -455,6 +454,8 @@ for capability in (80, 90):
             assert ("gpu.acq_rel.add.u32" in ptx) == (step.kernel is last)
             if step.kernel is narrow_sums.slabs_kernel:
                 assert ("max.u16x2" in ptx) == (capability == 90) and "cvt.f64" not in ptx
+            if step.kernel is narrow_sums.settle_kernel:  # nothing is read before the first launch has ended
+                assert ("griddepcontrol.wait" in ptx.split("ld.global")[0]) == (capability == 90) == step.constants.get("launch_pdl", False)
             if step.kernel is column_sums.guess_kernel:
                 assert "max.NaN.f32" in ptx and "ftz" not in ptx and f"ld.global.v{dtype.itemsize}.b32" in ptx
 print("compiled")
