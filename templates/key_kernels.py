@@ -202,9 +202,9 @@ def product_kernel(
     quick = kernels._ordinary(largest) | (m >= M)
     if tl.max(((largest == 0) & (m < M)).to(tl.int32), axis=0) != 0:
         if CAUSAL == 1:
-            quick = quick | kernels._nothing(base, m, M, stop, stride_k, BM, BP, False)
+            quick = quick | kernels._nothing(base, m, M, stop, stride_k, maxima_ptr, 3, BM, BP, False)
         else:
-            quick = quick | kernels._nothing(base, m, M, K, stride_k, BM, BP, False)
+            quick = quick | kernels._nothing(base, m, M, K, stride_k, maxima_ptr, 3, BM, BP, False)
 
     l0 = tl.zeros((BM, BN), tl.int32)
     l1 = l0

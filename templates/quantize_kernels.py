@@ -494,16 +494,19 @@ def _slow_block(rows, columns):
 
 
 @triton.jit
-def _nothing(base, r, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
-    """Which rows are zero, rather than lost in the balance.
+def _nothing(base, r, R, K, stride_k, second_ptr, MODE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+    """Which rows are zero, or dropped with the keys that they meet, rather than lost in the balance.
 
     In the tiles of the quick way: in another layout, which joins what is known of the rows, the
     compiler would make all before it twice, once in each.
     """
     best = tl.zeros((BR, BK), tl.int32)
     for start in range(0, K, BK):
-        x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
-        best = best | _magnitude_bits(x)
+        bits = _magnitude_bits(_row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD))
+        if MODE == 3:
+            k = start + tl.arange(0, BK)
+            bits = tl.where((tl.load(second_ptr + k, mask=k < K, other=0) != 0)[None, :], bits, 0)
+        best = best | bits
     return tl.max(best, axis=1) == 0
 
 
@@ -550,7 +553,7 @@ def _quantize_rows(
         if MODE == 3:  # the second operand's exponents went to the first
             quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
         if tl.max(((largest == 0) & (r < R)).to(tl.int32), axis=0) != 0:
-            quick = quick | _nothing(base, r, R, K, stride_k, BR, BK, SPREAD)
+            quick = quick | _nothing(base, r, R, K, stride_k, second_ptr, MODE, BR, BK, SPREAD)
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
         stored = tl.where(largest == 0, 0, e - (W - 1))

@@ -300,7 +300,7 @@ def test_dropout_has_equal_bits_compiled(monkeypatch):
 
 PLACES = """
 import types
-from carbon_compile.templates import matmul_hopper
+from carbon_compile.templates import matmul_hopper, matmul_kernels
 
 def seen_by_none(row, column):
     return column > row % 512 + 63
@@ -309,8 +309,9 @@ def place(index, batches, m, n, causal, programs, BM, BN):
     cdiv = lambda a, b: -(-a // b)
     gl = types.SimpleNamespace(cdiv=cdiv, minimum=min, num_programs=lambda axis: programs, where=lambda c, a, b: a if c else b)
     beyond = lambda row, column, *rest: seen_by_none(row, column)
-    function = types.FunctionType(matmul_hopper._place.fn.__code__, {"gl": gl, "_all_beyond": beyond})
-    return function(index, m, n, 64, 64, 64, BM, BN, 64, 8, causal)
+    parts = {name: types.FunctionType(getattr(matmul_kernels, name).fn.__code__, {"tl": gl}) for name in ("_work", "_placed")}
+    function = types.FunctionType(matmul_hopper._place.fn.__code__, {"gl": gl, "_all_beyond": beyond, **parts})
+    return function(index, m, n, 64, 64, 64, 0, 0, 0, BM, BN, 64, 8, causal, 0)
 
 for batches, m, n, programs in ((96, 512, 512, 264), (5, 200, 70, 132), (3, 1200, 300, 264)):
     count = batches * -(-m // 64) * -(-n // 128)

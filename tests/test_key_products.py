@@ -64,14 +64,14 @@ def same(x, y):
 def test_plans(monkeypatch):
     plan = launch.keys_plan(512, 64, 512, 16, H100)
     assert plan.streamed and plan.bn == 64 and plan.span == 512
-    assert launch.keys_plan(512, 100, 512, 16, H100).bn == 128
-    assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 64, 4, 3)
-    plan = launch.keys_plan(512, 64, 512, 16, H100, side_by_side=False)
-    assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 128, 4, 2)
-    assert launch.keys_plan(512, 64, 60, 16, H100, side_by_side=False).bk == 64
+    assert (plan.bm, plan.bk, plan.warps, plan.stages) == (64, 128, 4, 1)
+    assert plan == launch.keys_plan(512, 64, 512, 16, H100, side_by_side=False)
+    wide = [launch.keys_plan(512, 100, 512, 16, H100, side_by_side=side_by_side) for side_by_side in (True, False)]
+    assert [(plan.bm, plan.bn, plan.bk, plan.warps, plan.stages) for plan in wide] == [(64, 128, 64, 8, 3), (64, 128, 128, 8, 2)]
+    assert launch.keys_plan(512, 64, 60, 16, H100).bk == 64
     monkeypatch.setattr(launch, "hardware", lambda device: H100)
     weights = torch.empty(96, 512, 512, device="meta")
-    named = [matmul.describe(512, 64, 512, window=16, batch=96, device="cuda", keys=keys) for keys in (weights, weights.transpose(1, 2), None)]
+    named = [matmul.describe(512, 100, 512, window=16, batch=96, device="cuda", keys=keys) for keys in (weights, weights.transpose(1, 2), None)]
     assert [facts["schedule"].startswith("streamed") for facts in named] == [True, True, False]
     assert named[0]["tile"] != named[1]["tile"]
     for other in (
