@@ -16,7 +16,12 @@ def pytest_configure(config):
         register_backend(carbon, name="carbon")
 
 
+# Files that take minutes: where several processes share the tests by files, these must not begin last.
+_LONGEST = ("test_training.py", "test_matmul_template.py")
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
     if "distributed" not in (config.option.markexpr or ""):
         skip = pytest.mark.skip(reason="starts up to eight processes: pytest -m distributed")
         for item in items:
