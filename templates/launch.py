@@ -264,7 +264,7 @@ class NarrowSlab(NamedTuple):
     overlap: bool = False
 
 
-def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, warps=4, unroll=8, together=4) -> NarrowSlab:
+def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, warps=4, unroll=8, together=2) -> NarrowSlab:
     """Of a matrix [M, N] of 16-bit numbers: 128 bytes of a row, of which a thread takes 16, and as many programs as
     run `together` on multiprocessors; but slabs of no more than 2048 rows, hence 128 slabs or fewer. A thread has no
     more than `unroll` rows on their way, or half where those that are not `aligned` come in eight loads.
@@ -272,6 +272,9 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, wa
     Gradients of a small transformer in training, 4096 rows: of keys and queries, one of two or three 16 columns has
     elements too small for the quick way, but 128 rows of it only one time in thirty. So chunks are as small as a
     helper can count: 32. A thread's integers hold the terms of 511 steps.
+
+    Two programs a multiprocessor took 8 to 14 us of 4096 x 768 to 4096, three and four up to 2 us more, wider or
+    fatter ones 3 to 6; 16384 x 3072 29 us, these 29 to 35 (cold, H200).
     """
     columns = min(columns, max(16, _power_of_two(n)))
     rows = 8 * 32 * warps // columns
@@ -313,8 +316,8 @@ class Cost(NamedTuple):
 
 
 # Of a last wave that is cut in parts, in us and bytes per us: what a program takes to fill its stages and to
-# drain them, unless it fills them while its last tile is stored; how fast a multiprocessor stores totals;
-# another launch; and how fast that reads them, mostly from L2. Reckoned from what an H100 can do, not fitted.
+# drain them; how fast a multiprocessor stores totals; another launch; and how fast that reads them, mostly from
+# L2. Reckoned from what an H100 can do; 368 plans on an H200 took 0.9 to 1.15 times as long.
 _PART = 2.5
 _PARTS_STORED = 30e3
 _PARTS_LAUNCH = 3.0
@@ -323,22 +326,23 @@ _PART_BYTES = 8  # of an element's total
 _PARTS_SCRATCH = 36 << 20  # bytes, of an H100's 50 MB of L2: a part of 128 x 256 a multiprocessor, or two of 128 x 128
 _PARTS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16)
 
-# Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H100 at
-# 4096^3, 16384x768x3072 and 768x3072x16384, X2's also at the products of GPT-2 with 4096 tokens. Small
-# tiles with two programs a multiprocessor multiply while others store: good for short contractions. X3's of
-# 64 x 64 were timed at 96 x 512 x 512 x 64 alone, attention's scores: 122 us beside 124, 136 and 179.
+# Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H200 at 2048^3 to
+# 8192^3, 8192 and 16384 x 3072 x 768, 16384 x 768 x 3072 and the products of GPT-2 with 4096 tokens; what isn't
+# specialised (but X3's 128 x 64), and X2's of 64 x 128 x 128, to an H100. Small tiles with two programs a
+# multiprocessor multiply while others store, and programs that go on load while they store. X3's of 64 x 64 were
+# timed at 96 x 512 x 512 x 64 alone, attention's scores: 122 us beside 124, 136 and 179 (H100).
 _HOPPER = {
     16: {
-        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True): Cost(0.0099, 7.2),
+        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True, programs=1): Cost(0.0097, 5.8),
         Plan(128, 128, 128, 8, 3, joint=True, tma=True): Cost(0.0124, 4.6),
         Plan(64, 128, 128, 4, 3, joint=True, tma=True, specialised=True): Cost(0.0050, 5.5, 1, 2.0),
-        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True, programs=2): Cost(0.0060, 1.6, 1, 8.0),
+        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True, programs=2): Cost(0.0096, 4.1, 2),
         Plan(64, 64, 128, 4, 3, joint=True, tma=True): Cost(0.0056, 4.2, 2),
         Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0289, 15.4),
     },
     24: {
-        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True): Cost(0.0185, 14.0),
-        Plan(128, 64, 128, 8, 3, joint=True, tma=True): Cost(0.0127, 8.0),
+        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True, programs=1): Cost(0.0217, 4.5),
+        Plan(128, 64, 128, 8, 3, joint=True, tma=True): Cost(0.0142, 3.9),
         Plan(64, 64, 64, 4, 4, joint=True, tma=True): Cost(0.0200, 3.6, 2, 5.0),
         Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0636, 19.3),
     },
@@ -391,8 +395,9 @@ def override(m: int, n: int, k: int, window: int, batch: int, plan: Plan | None)
     prepared.clear()
 
 
-# Scores of causal attention are mostly storing. 96 x 512 x 512 x 64 took, in us on an H100, in tiles of 64 x 64
-# 60 (X2) and 91 (X3), in 64 x 128 that take turns 66, in 128 x 128 80 and 103, in 128 x 256 156.
+# Short contractions are mostly storing, which no line through longer ones tells. 96 x 512 x 512 x 64 took, in us on
+# an H100, causal in tiles of 64 x 64 60 (X2) and 91 (X3), in 64 x 128 that take turns 66, in 128 x 128 80 and 103,
+# in 128 x 256 156; not causal X3 122, 136 and 179.
 _SHORT = 128
 
 
@@ -414,7 +419,7 @@ def gemm_plan(
     swap = m < n and m <= 64 and hw.capability != (0, 0)
     rows, columns = (n, m) if swap else (m, n)
     candidates = _candidates(window, m, n, hw, engine)
-    if causal and padded <= _SHORT:
+    if padded <= _SHORT and (causal or window == 24):
         candidates = [plan for plan in candidates if (plan.bm, plan.bn) == (64, 64)] or candidates
     plans = [
         split(replace(plan, engine=engine, swap=swap, bk=min(plan.bk, padded), stages=min(plan.stages, _stages(plan, padded))), padded, window, s)
@@ -479,14 +484,15 @@ def expected(
     tiles, places = _tiles(plan, m, n, batch), hw.sms * cost.resident
     cut = plan.rest(tiles)
     waves = -(-(tiles - cut) * plan.splits // places)
-    ragged = 3.0 * plan.bm * plan.bn / 128**2 if plan.specialised and n % 8 else 0.0  # rows stored in single elements
+    # Rows stored in single elements.
+    ragged = 3.0 * cost.resident * plan.bm * plan.bn / 128**2 if plan.specialised and n % 8 else 0.0
     time = cost.once + waves * (plan.span * cost.per_index + cost.per_tile + ragged)
     if plan.words:
         time += 6.0 + m * n * batch * (plan.splits * 8 / 1e6 + 20 / 2.5e6)
     if cut:
         parts, span = plan.cut(padded)
         bytes_of_a_part = _PART_BYTES * plan.bm * plan.bn
-        part = span * cost.per_index + (0 if plan.programs else _PART) + cost.resident * bytes_of_a_part / _PARTS_STORED
+        part = span * cost.per_index + _PART + cost.resident * bytes_of_a_part / _PARTS_STORED
         time += -(-cut * parts // places) * part + _PARTS_LAUNCH + cut * parts * bytes_of_a_part / _PARTS_READ
     return time
 
