@@ -4,6 +4,10 @@ Operands are read where they lie, in either stride order, and both of a product 
 that fits a program's registers is read once, a longer one twice by the same program. All decisions are made on
 bit patterns and integers, so flush-to-zero, NaN payloads and the order of maxima cannot matter.
 
+A load is as wide as its mask is alike over neighbours: one that ends at an odd length reads single elements,
+however well its rows are aligned. Such rows are read in whole chunks of 16 bytes, the last of which may hold
+a few elements of padding, or of the next row; what isn't the operand's is dropped (CHUNK).
+
 Integer instructions, not bytes, bound the general way. Where every scale is a normal power of two and
 each row's largest magnitude lies in [2^-100, 2^128), a program takes the quick way: balanced values
 are binary32 products, exact unless so small that they round to 0. Both ways give the same digits.
@@ -47,6 +51,7 @@ class Operand(NamedTuple):
     stride_r: int
     stride_k: int
     dtype: torch.dtype
+    aligned: bool = True  # the first element lies at a multiple of 16 bytes
 
     def like(self, other: Operand) -> bool:
         """Whether a kernel reads both by the same code."""
@@ -66,6 +71,25 @@ class Operand(NamedTuple):
         """Whether rows start at addresses that a kernel knows nothing of."""
         strides = [self.stride_r] * (self.rows > 1) + [self.stride_b] * (self.batch > 1)
         return self.stride_k == 1 and any(stride % 16 for stride in strides)
+
+    @property
+    def chunk(self) -> int:
+        """In chunks of how many elements memory may be read along the neighbours: of contiguous indices k, or
+        with a minus sign of side by side rows. 0 where a chunk isn't one of 16 aligned bytes, of which the
+        operand has at least one: only then is it sure that there is memory."""
+        if 1 not in (self.stride_r, self.stride_k) or not self.aligned:
+            return 0
+        along_k = self.stride_k == 1
+        others = (self.rows, self.stride_r) if along_k else (self.k, self.stride_k)
+        if any(size > 1 and stride % 16 for size, stride in (others, (self.batch, self.stride_b))):
+            return 0
+        return (16 if along_k else -16) // self.dtype.itemsize
+
+    @property
+    def ragged(self) -> bool:
+        """Whether loads that end where the operand does would be narrow, and those of chunks are not."""
+        chunk = self.chunk
+        return chunk != 0 and (self.k if chunk > 0 else self.rows) % chunk != 0
 
 
 class Digits(NamedTuple):
@@ -91,6 +115,12 @@ def _exponents(bits, BUMP: tl.constexpr):
     normal = bits.to(tl.float32).to(tl.int32, bitcast=True) - (149 << 23)
     pattern = tl.where(bits < 0x00800000, normal, bits)
     return ((pattern + BUMP) >> 23) - 126
+
+
+@triton.jit
+def _chunks(n, CHUNK: tl.constexpr):
+    """n rounded up to whole chunks."""
+    return (n + (CHUNK - 1)) // CHUNK * CHUNK
 
 
 @triton.jit
@@ -145,12 +175,17 @@ def _integers(x, shift):
 
 
 @triton.jit
-def _plain_scales(second_ptr, k, K, sign, MODE: tl.constexpr):
+def _plain_scales(second_ptr, k, K, sign, MODE: tl.constexpr, CHUNK: tl.constexpr = 0):
     """2^(sign d) of the contraction indices k, and where that holds: d's maximum is normal, or zero.
 
-    With keys a zero row of the second operand drops its index from the first.
+    With keys a zero row of the second operand drops its index from the first. With a CHUNK of memory the maxima
+    of a weight, a block of scratch, are read in such chunks too.
     """
-    largest = tl.load(second_ptr + k, mask=k < K, other=0)
+    if (CHUNK > 0) & (MODE == 1):
+        largest = tl.load(second_ptr + k, mask=k < _chunks(K, CHUNK), other=0)
+        largest = tl.where(k < K, largest, 0)
+    else:
+        largest = tl.load(second_ptr + k, mask=k < K, other=0)
     if MODE == 3:
         field = (largest + _BUMP) & _INFINITY_BITS
     else:
@@ -162,13 +197,13 @@ def _plain_scales(second_ptr, k, K, sign, MODE: tl.constexpr):
 
 
 @triton.jit
-def _balanced(x, k, K, second_ptr, sign, MODE: tl.constexpr, BK: tl.constexpr):
+def _balanced(x, k, K, second_ptr, sign, MODE: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr = 0):
     """x 2^(sign d) in binary32, and per contraction index whether its scale is plain."""
     if MODE == 0:
         y = x.to(tl.float32)
         plain = tl.full((BK,), 1, tl.int32)
     else:
-        scales, plain = _plain_scales(second_ptr, k, K, sign, MODE)
+        scales, plain = _plain_scales(second_ptr, k, K, sign, MODE, CHUNK)
         y = x.to(tl.float32) * scales[None, :]
     return y, plain
 
@@ -396,14 +431,30 @@ def _stored_exponent(e, W: tl.constexpr):
 
 
 @triton.jit
-def _tile(base, r, k, R, K, stride_k):
-    """Elements [r, k], zeros beyond R and K; `base` points at row r."""
-    mask = (r < R)[:, None] & (k < K)[None, :]
-    return tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
+def _tile(base, r, k, R, K, stride_k, last=True, CHUNK: tl.constexpr = 0):
+    """Elements [r, k], zeros beyond R and K; `base` points at row r.
+
+    CHUNK: see `Operand.chunk`. Where it is negative, rows beyond R hold anything. `last`: whether the tile may
+    reach beyond K; others are spared the work.
+    """
+    if CHUNK < 0:
+        mask = (r < _chunks(R, -CHUNK))[:, None] & (k < K)[None, :]
+    elif CHUNK > 0:
+        mask = (r < R)[:, None] & (k < _chunks(K, CHUNK))[None, :]
+    else:
+        mask = (r < R)[:, None] & (k < K)[None, :]
+    x = tl.load(base + k.to(tl.int64)[None, :] * stride_k, mask=mask, other=0)
+    if CHUNK > 0:
+        if last:
+            x = tl.where((k < K)[None, :], x, tl.zeros_like(x))
+    return x
 
 
 @triton.jit
-def _row_tile(base, r, start, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+def _row_tile(
+    base, r, start, R, K, stride_k,
+    BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """`_tile` from contraction index `start` on.
 
     SPREAD is for rows too crooked for vector loads. A thread's elements would still be neighbours,
@@ -417,7 +468,7 @@ def _row_tile(base, r, start, R, K, stride_k, BR: tl.constexpr, BK: tl.constexpr
         x = tl.load(base[:, :, None] + k.to(tl.int64)[None, :, :] * stride_k, mask=mask, other=0)
         x = tl.reshape(x, (BR, BK))
     else:
-        x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k)
+        x = _tile(base, r, start + tl.arange(0, BK), R, K, stride_k, start + BK > K, CHUNK)
     return x
 
 
@@ -494,7 +545,10 @@ def _slow_block(rows, columns):
 
 
 @triton.jit
-def _nothing(base, r, R, K, stride_k, second_ptr, MODE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr):
+def _nothing(
+    base, r, R, K, stride_k, second_ptr,
+    MODE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPREAD: tl.constexpr, CHUNK: tl.constexpr = 0,
+):  # fmt: skip
     """Which rows are zero, or dropped with the keys that they meet, rather than lost in the balance.
 
     In the tiles of the quick way: in another layout, which joins what is known of the rows, the
@@ -502,7 +556,7 @@ def _nothing(base, r, R, K, stride_k, second_ptr, MODE: tl.constexpr, BR: tl.con
     """
     best = tl.zeros((BR, BK), tl.int32)
     for start in range(0, K, BK):
-        bits = _magnitude_bits(_row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD))
+        bits = _magnitude_bits(_row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD, CHUNK))
         if MODE == 3:
             k = start + tl.arange(0, BK)
             bits = tl.where((tl.load(second_ptr + k, mask=k < K, other=0) != 0)[None, :], bits, 0)
@@ -515,7 +569,7 @@ def _quantize_rows(
     block, x_ptr, digits_ptr, exponents_ptr, R, all_rows, stride_b, stride_r, stride_k,
     second_ptr, stride_keys, K, KP, sign,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr, SPREAD: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, LOOP: tl.constexpr, SPREAD: tl.constexpr, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
     """BR whole rows: exponents and digits. A row longer than BK is read twice."""
     # Narrow, so that the slow way does not set how many registers the kernel takes.
@@ -533,17 +587,17 @@ def _quantize_rows(
         most = _no_magnitudes((BR, BK), x_ptr)
         plain = tl.full((BK,), 1, tl.int32)
         for start in range(0, K, BK):
-            x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
+            x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD, CHUNK)
             if MODE == 0:
                 most = _largest(most, x)
             else:
-                scales, now = _plain_scales(second_ptr, start + k, K, sign, MODE)
+                scales, now = _plain_scales(second_ptr, start + k, K, sign, MODE, CHUNK)
                 most = _larger(most, x, scales[None, :])
                 plain = tl.minimum(plain, now)
         best = _magnitude_bits(most)
     else:
-        x = _row_tile(base, r, 0, R, K, stride_k, BR, BK, SPREAD)
-        y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK)
+        x = _row_tile(base, r, 0, R, K, stride_k, BR, BK, SPREAD, CHUNK)
+        y, plain = _balanced(x, k, K, second_ptr, sign, MODE, BK, CHUNK)
         best = _magnitude_bits(y)
     largest = tl.max(best, axis=1)
     quick = _ordinary(largest) | (r >= R)
@@ -553,7 +607,7 @@ def _quantize_rows(
         if MODE == 3:  # the second operand's exponents went to the first
             quick = quick | (largest < tl.where(sign < 0, _INFINITY_BITS, 0))
         if tl.max(((largest == 0) & (r < R)).to(tl.int32), axis=0) != 0:
-            quick = quick | _nothing(base, r, R, K, stride_k, second_ptr, MODE, BR, BK, SPREAD)
+            quick = quick | _nothing(base, r, R, K, stride_k, second_ptr, MODE, BR, BK, SPREAD, CHUNK)
     if (tl.min(plain, axis=0) & tl.min(quick.to(tl.int32), axis=0)) != 0:
         e = _bexpo_of_normal(largest)
         stored = tl.where(largest == 0, 0, e - (W - 1))
@@ -563,8 +617,8 @@ def _quantize_rows(
         tl.store(exponents_ptr + row, stored, mask=r < R)
         if LOOP:
             for start in range(0, KP, BK):
-                x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD)
-                y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK)
+                x = _row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD, CHUNK)
+                y, _ = _balanced(x, start + k, K, second_ptr, sign, MODE, BK, CHUNK)
                 mask = (r < R)[:, None] & (start + k < KP)[None, :]
                 _store_quick_digits(y, e, digits + (start + k)[None, :], plane, mask, W, D)
         else:
@@ -605,8 +659,8 @@ def quantize_kernel(
     b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k, b_programs,
     second_ptr, stride_keys, K, KP,
     W: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr,
-    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_LOOP: tl.constexpr, A_SPREAD: tl.constexpr, A_CHUNK: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_LOOP: tl.constexpr, B_SPREAD: tl.constexpr, B_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Both operands of a product: first the programs of b, which may be few and long.
 
@@ -622,28 +676,32 @@ def quantize_kernel(
             tl.where(of_b, b_stride_b, a_stride_b), tl.where(of_b, b_stride_r, a_stride_r),
             tl.where(of_b, b_stride_k, a_stride_k),
             second_ptr, stride_keys, K, KP, tl.where(of_b, -1, 1),
-            W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
+            W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD, A_CHUNK,
         )  # fmt: skip
     elif of_b:
         _quantize_rows(
             pid, b_ptr, b_digits, b_exponents, b_rows, b_all, b_stride_b, b_stride_r, b_stride_k,
-            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP, B_SPREAD,
+            second_ptr, stride_keys, K, KP, -1, W, D, MODE, B_BR, B_BK, B_LOOP, B_SPREAD, B_CHUNK,
         )  # fmt: skip
     else:
         _quantize_rows(
             pid - b_programs, a_ptr, a_digits, a_exponents, a_rows, a_all,
             a_stride_b, a_stride_r, a_stride_k,
-            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD,
+            second_ptr, stride_keys, K, KP, 1, W, D, MODE, A_BR, A_BK, A_LOOP, A_SPREAD, A_CHUNK,
         )  # fmt: skip
 
 
 @triton.jit
-def _token_maxima(x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr):
+def _token_maxima(
+    x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.constexpr, CHUNK: tl.constexpr
+):
     """Bits of the largest magnitude of each contraction index k over all rows."""
     base = x_ptr + k.to(tl.int64)[:, None] * stride_k
     best = _no_magnitudes((BK, BR), x_ptr)
     for start in range(0, R, BR):
-        best = _largest(best, _tile(base, k, start + tl.arange(0, BR), K, R, stride_r))
+        # Tokens are the rows of this tile, which may hold anything beyond K.
+        tile = _tile(base, k, start + tl.arange(0, BR), K, R, stride_r, start + BR > R, -CHUNK)
+        best = _largest(best, tile)
     return tl.max(_magnitude_bits(best), axis=1)
 
 
@@ -651,13 +709,13 @@ def _token_maxima(x_ptr, k, R, K, stride_r, stride_k, BK: tl.constexpr, BR: tl.c
 def tokens_kernel(
     a_ptr, b_ptr, d_ptr, largest_ptr, K,
     a_rows, a_stride_r, a_stride_k, b_rows, b_stride_r, b_stride_k,
-    BK: tl.constexpr, BR: tl.constexpr, ZB: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, ZB: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Of a weight's gradient: the balance d of BK tokens. Clears `largest` on the way, for
     `exponents_kernel`: a launch of its own would cost more."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
-    first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR)
-    second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR)
+    first = _token_maxima(a_ptr, k, a_rows, K, a_stride_r, a_stride_k, BK, BR, A_CHUNK)
+    second = _token_maxima(b_ptr, k, b_rows, K, b_stride_r, b_stride_k, BK, BR, B_CHUNK)
     tl.store(d_ptr + k, _between(first, second), mask=k < K)
     rows = a_rows + b_rows
     for start in range(tl.program_id(0) * ZB, rows, tl.num_programs(0) * ZB):
@@ -692,7 +750,7 @@ def _between(first, second):
 @triton.jit
 def _raise_exponents(
     pid, x_ptr, d_ptr, largest_ptr, R, K, stride_r, stride_k, steps, sign,
-    BR: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     spans = tl.cdiv(K, BK * steps)
     r = (pid // spans) * BR + tl.arange(0, BR)
@@ -705,13 +763,13 @@ def _raise_exponents(
         k = first + step * BK + tl.arange(0, BK)
         d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
         plain = tl.minimum(plain, (tl.abs(d) <= 126).to(tl.int32))
-        x = _tile(base, r, k, R, K, stride_k)
+        x = _tile(base, r, k, R, K, stride_k, first + step * BK + BK > K, CHUNK)
         seen = _largest(seen, x)
         best = _larger(best, x, _power_of_two(d)[None, :])
     largest = tl.max(_magnitude_bits(best), axis=1)
     zero = tl.max(_magnitude_bits(seen), axis=1) == 0
-    quick = tl.min((zero | _ordinary(largest)).to(tl.int32), axis=0) & tl.min(plain, axis=0)
-    if quick != 0:
+    quick = zero | _ordinary(largest) | (r >= R)
+    if (tl.min(quick.to(tl.int32), axis=0) & tl.min(plain, axis=0)) != 0:
         e = tl.where(zero, 0, _bexpo_of_normal(largest) - _EMPTY)
         tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
     else:
@@ -720,7 +778,7 @@ def _raise_exponents(
         for start in range(first, tl.minimum(first + steps * BK, K), SB):
             k = start + tl.arange(0, SB)
             d = sign * tl.load(d_ptr + k, mask=k < K, other=0)
-            bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k))
+            bits = _magnitude_bits(_tile(base, r, k, R, K, stride_k, True, CHUNK))
             some = tl.maximum(some, _balanced_exponents(bits, d[None, :]))
         e = tl.max(some, axis=1) - _EMPTY
         tl.atomic_max(largest_ptr + r, e, mask=r < R, sem="relaxed")
@@ -731,7 +789,8 @@ def exponents_kernel(
     a_ptr, a_largest, a_rows, a_stride_r, a_stride_k, a_steps,
     b_ptr, b_largest, b_rows, b_stride_r, b_stride_k, b_steps, b_programs,
     d_ptr, K, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_CHUNK: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Raise the largest exponent, counted from EMPTY, of each row of a balanced by d and of b by -d,
     to that of BK * steps elements a program."""
@@ -742,32 +801,34 @@ def exponents_kernel(
             tl.where(of_b, pid, pid - b_programs), tl.where(of_b, b_ptr, a_ptr), d_ptr,
             tl.where(of_b, b_largest, a_largest), tl.where(of_b, b_rows, a_rows), K,
             tl.where(of_b, b_stride_r, a_stride_r), tl.where(of_b, b_stride_k, a_stride_k),
-            tl.where(of_b, b_steps, a_steps), tl.where(of_b, -1, 1), A_BR, A_BK,
+            tl.where(of_b, b_steps, a_steps), tl.where(of_b, -1, 1), A_BR, A_BK, A_CHUNK,
         )  # fmt: skip
     elif of_b:
         _raise_exponents(
-            pid, b_ptr, d_ptr, b_largest, b_rows, K, b_stride_r, b_stride_k, b_steps, -1, B_BR, B_BK
-        )
+            pid, b_ptr, d_ptr, b_largest, b_rows, K, b_stride_r, b_stride_k, b_steps,
+            -1, B_BR, B_BK, B_CHUNK,
+        )  # fmt: skip
     else:
         _raise_exponents(
             pid - b_programs, a_ptr, d_ptr, a_largest, a_rows, K, a_stride_r, a_stride_k, a_steps,
-            1, A_BR, A_BK,
+            1, A_BR, A_BK, A_CHUNK,
         )  # fmt: skip
 
 
 @triton.jit
 def _digits_of_tile(
     pid, x_ptr, largest_ptr, digits_ptr, exponents_ptr, R, stride_r, stride_k, d_ptr, K, KP, sign,
-    W: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs take neighbouring row blocks: whole cache lines of side by side rows.
     blocks = tl.cdiv(R, BR)
     r = (pid % blocks) * BR + tl.arange(0, BR)
-    k = (pid // blocks) * BK + tl.arange(0, BK)
+    first = (pid // blocks) * BK
+    k = first + tl.arange(0, BK)
     e = tl.load(largest_ptr + r, mask=r < R, other=0) + _EMPTY
     if pid < blocks:
         tl.store(exponents_ptr + r, _stored_exponent(e, W), mask=r < R)
-    x = _tile(x_ptr + r.to(tl.int64)[:, None] * stride_r, r, k, R, K, stride_k)
+    x = _tile(x_ptr + r.to(tl.int64)[:, None] * stride_r, r, k, R, K, stride_k, first + BK > K, CHUNK)
     digits = digits_ptr + r.to(tl.int64)[:, None] * KP
     plane = tl.cast(R, tl.int64) * KP
     d = tl.load(d_ptr + k, mask=k < K, other=0)
@@ -778,7 +839,6 @@ def _digits_of_tile(
         mask = (r < R)[:, None] & (k < KP)[None, :]
         _store_quick_digits(y, e, digits + k[None, :], plane, mask, W, D)
     else:
-        first = (pid // blocks) * BK
         _store_slowly(
             x_ptr + r.to(tl.int64)[:, None] * stride_r, e, digits, first, tl.minimum(first + BK, KP),
             r, R, K, KP, stride_k, plane, d_ptr, sign, W, D, 2, _slow_block(BR, BK),
@@ -791,7 +851,8 @@ def digits_kernel(
     b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k, b_programs,
     d_ptr, K, KP,
     W: tl.constexpr, D: tl.constexpr, ALIKE: tl.constexpr,
-    A_BR: tl.constexpr, A_BK: tl.constexpr, B_BR: tl.constexpr, B_BK: tl.constexpr,
+    A_BR: tl.constexpr, A_BK: tl.constexpr, A_CHUNK: tl.constexpr,
+    B_BR: tl.constexpr, B_BK: tl.constexpr, B_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Digits of both operands of a weight's gradient, a tile a program."""
     pid = tl.program_id(0)
@@ -802,17 +863,17 @@ def digits_kernel(
             tl.where(of_b, b_largest, a_largest), tl.where(of_b, b_digits, a_digits),
             tl.where(of_b, b_exponents, a_exponents), tl.where(of_b, b_rows, a_rows),
             tl.where(of_b, b_stride_r, a_stride_r), tl.where(of_b, b_stride_k, a_stride_k),
-            d_ptr, K, KP, tl.where(of_b, -1, 1), W, D, A_BR, A_BK,
+            d_ptr, K, KP, tl.where(of_b, -1, 1), W, D, A_BR, A_BK, A_CHUNK,
         )  # fmt: skip
     elif of_b:
         _digits_of_tile(
             pid, b_ptr, b_largest, b_digits, b_exponents, b_rows, b_stride_r, b_stride_k,
-            d_ptr, K, KP, -1, W, D, B_BR, B_BK,
+            d_ptr, K, KP, -1, W, D, B_BR, B_BK, B_CHUNK,
         )  # fmt: skip
     else:
         _digits_of_tile(
             pid - b_programs, a_ptr, a_largest, a_digits, a_exponents, a_rows,
-            a_stride_r, a_stride_k, d_ptr, K, KP, 1, W, D, A_BR, A_BK,
+            a_stride_r, a_stride_k, d_ptr, K, KP, 1, W, D, A_BR, A_BK, A_CHUNK,
         )  # fmt: skip
 
 
@@ -824,8 +885,17 @@ def operand(x: Tensor, buffer: int, contraction: int, once: bool = True) -> Oper
         batch = 1
     return Operand(
         Block(buffer), batch, x.shape[other], x.shape[contraction],
-        stride, x.stride(other), x.stride(contraction), x.dtype,
+        stride, x.stride(other), x.stride(contraction), x.dtype, x.data_ptr() % 16 == 0,
     )  # fmt: skip
+
+
+def _together(a: Operand, b: Operand, same_tile: bool) -> tuple[bool, int, int]:
+    """Whether one code reads both, and the chunks of a and b in which it does."""
+    alike = same_tile and a.like(b)
+    if alike and (a.ragged or b.ragged) and a.chunk == b.chunk:
+        return True, a.chunk, a.chunk
+    chunks = [x.chunk if x.ragged else 0 for x in (a, b)]
+    return alike and chunks[0] == chunks[1], *chunks
 
 
 def maxima(recipe: Recipe, x: Operand) -> Block:
@@ -856,13 +926,14 @@ def quantize(
     programs = [
         x.batch * triton.cdiv(x.rows, tile.rows) for x, tile in zip((a, b), tiles, strict=True)
     ]
+    alike, *chunks = _together(a, b, tiles[0] == tiles[1])
     recipe.launch(
         quantize_kernel, sum(programs),
         a.block, qa.digits, qa.exponents, a.rows, qa.all_rows, a.stride_b, a.stride_r, a.stride_k,
         b.block, qb.digits, qb.exponents, b.rows, qb.all_rows, b.stride_b, b.stride_r, b.stride_k,
         programs[1], second, b.k if b.batch > 1 else 0, a.k, qa.padded,
         W=window, D=DIGITS[window], MODE=BALANCES[balance],
-        ALIKE=tiles[0] == tiles[1] and a.like(b),
+        ALIKE=alike, A_CHUNK=chunks[0], B_CHUNK=chunks[1],
         A_BR=tiles[0].rows, A_BK=tiles[0].columns, A_LOOP=a.k > tiles[0].columns, A_SPREAD=a.crooked,
         B_BR=tiles[1].rows, B_BK=tiles[1].columns, B_LOOP=b.k > tiles[1].columns, B_SPREAD=b.crooked,
         num_warps=warps, **launch.STRICT,
@@ -882,7 +953,8 @@ def _quantize_gradient(
     recipe.launch(
         tokens_kernel, triton.cdiv(a.k, block.rows), a.block, b.block, d, largest, a.k,
         a.rows, a.stride_r, a.stride_k, b.rows, b.stride_r, b.stride_k,
-        BK=block.rows, BR=block.columns, ZB=128, num_warps=block.warps, **launch.STRICT,
+        BK=block.rows, BR=block.columns, ZB=128, A_CHUNK=a.chunk if a.ragged else 0, B_CHUNK=b.chunk if b.ragged else 0,
+        num_warps=block.warps, **launch.STRICT,
     )  # fmt: skip
     _exponents_of(recipe, a, b, each, d)
     _digits(recipe, a, b, qa, qb, each, d, window)
@@ -897,11 +969,16 @@ class _Tiling(NamedTuple):
     programs: tuple[int, ...]
     warps: int
     alike: bool  # one code for both
+    chunks: tuple[int, int]
 
     def constants(self) -> dict:
         """By the names of a kernel's parameters."""
         (a_br, a_bk), (b_br, b_bk) = self.blocks
-        return {"ALIKE": self.alike, "A_BR": a_br, "A_BK": a_bk, "B_BR": b_br, "B_BK": b_bk}
+        a_chunk, b_chunk = self.chunks
+        return {
+            "ALIKE": self.alike, "A_BR": a_br, "A_BK": a_bk, "A_CHUNK": a_chunk,
+            "B_BR": b_br, "B_BK": b_bk, "B_CHUNK": b_chunk,
+        }  # fmt: skip
 
 
 def _raising(a: Operand, b: Operand) -> _Tiling:
@@ -914,13 +991,14 @@ def _digit_tiles(a: Operand, b: Operand, padded: int) -> _Tiling:
 
 
 def _tiling(a: Operand, b: Operand, tiles: list[launch.Tile], k: int) -> _Tiling:
+    alike, *chunks = _together(a, b, tiles[0][:3] == tiles[1][:3])
     return _Tiling(
         tuple(tile[:2] for tile in tiles), tuple(tile.steps for tile in tiles),
         tuple(
             triton.cdiv(x.rows, tile.rows) * triton.cdiv(k, tile.columns * tile.steps)
             for x, tile in zip((a, b), tiles, strict=True)
         ),
-        tiles[0].warps, tiles[0][:3] == tiles[1][:3] and a.like(b),
+        tiles[0].warps, alike, tuple(chunks),
     )  # fmt: skip
 
 

@@ -648,7 +648,7 @@ def test_quantisation_in_the_interpreter():
         [sys.executable, "-m", "tests.quantize_checks"], env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert run.stdout == "30 equal\n", run.stdout + run.stderr[-3000:]
+    assert run.stdout == "60 equal\n", run.stdout + run.stderr[-3000:]
 
 
 OFFLINE = """
