@@ -31,6 +31,7 @@ from .lowering import (
     composites,
     matmul,
     optimizer,
+    padding,
     partial,
     pointwise,
     registry,
@@ -218,6 +219,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         matmul.call_products_directly()
         if region.keeps and kwargs.get("is_inference"):
             return compile_keeping(region, gm, example_inputs, **kwargs)
+        padding.place(gm, example_inputs)
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 

@@ -827,6 +827,14 @@ def real_tensors():
     return unset_fake_temporarily()
 
 
+def fake_result(operator, args, kwargs):
+    """What an operator gives for fake tensors among its arguments."""
+    from torch._guards import detect_fake_mode
+
+    with detect_fake_mode((args, kwargs)):
+        return operator(*args, **kwargs)
+
+
 def size_hint(n):
     """The size that a symbolic size had in the call being compiled; None where only the data knows."""
     return n.node.hint if isinstance(n, torch.SymInt) else n

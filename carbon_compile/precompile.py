@@ -136,6 +136,11 @@ def _mm(a, b, bias, window, balance, dtype):
     return a, b, {"window": policy.window_for(window, balance, a.shape[1]), "balance": balance, "bias": bias, "out_dtype": dtype}
 
 
+def _mm_padded(a, b, bias, window, balance, dtype, row):
+    *operands, options = _mm(a, b, bias, window, balance, dtype)
+    return *operands, {**options, "row": row}
+
+
 def _bmm(a, b, window, dtype, causal=0):
     return a, b, {"window": window, "out_dtype": dtype, "causal": causal}
 
@@ -150,6 +155,7 @@ def _scores(q, k, window, causal=0):
 
 _OPTIONS = {
     "carbon.mm_kernel.default": _mm,
+    "carbon.mm_padded.default": _mm_padded,
     "carbon.bmm_kernel.default": _bmm,
     "carbon.bmm_keys_kernel.default": _bmm_keys,
     "carbon.attention_scores_kernel.default": _scores,

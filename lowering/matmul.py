@@ -94,6 +94,23 @@ MM_KERNEL = torch.ops.carbon.mm_kernel.default
 BMM = define_product("bmm", "4", "(Tensor a, Tensor b, int window, ScalarType dtype, SymInt causal=0) -> Tensor", _bmm, _bmm_fake)
 
 
+def _mm_padded(a, b, bias, window, balance, dtype, row):
+    window = policy.window_for(window, balance, a.shape[1])
+    return templates.exact_mm(a, b, window=window, balance=balance, bias=bias, out_dtype=dtype, row=row)
+
+
+def _mm_padded_fake(a, b, bias, window, balance, dtype, row):
+    _mm_fake(a, b, bias, window, balance, dtype)
+    return a.new_empty_strided((a.shape[0], b.shape[1]), (row, 1), dtype=dtype)
+
+
+# `carbon::mm_kernel` whose rows lie `row` elements apart: see `padding`.
+MM_PADDED = direct(
+    kernels("4")("mm_padded(Tensor a, Tensor b, Tensor? bias, int window, str balance, ScalarType dtype, int row) -> Tensor", _mm_padded, _mm_padded_fake),
+    _mm_padded,
+)
+
+
 def _mm_kept(a, kept, bias, n, window, dtype):
     return kept_templates.exact_mm_kept(a, kept, n, window=window, bias=bias, out_dtype=dtype)
 

@@ -45,6 +45,7 @@ def exact_mm(
     out_dtype: torch.dtype = torch.float32,
     engine: str = "int8",
     transposed: bool = False,
+    row: int = 0,
 ) -> Tensor:
     """The exact product of a [M, K] and b [K, N], any strides: [M, N] in `out_dtype`.
 
@@ -52,11 +53,14 @@ def exact_mm(
     "gradient", when a is A^T [features, tokens] and b is dC [tokens, N] of a weight's gradient.
     `bias` broadcasts to [M, N] and is added in binary32 before the one rounding to `out_dtype`.
     `engine` ("int8" or "bf16" tensor cores) cannot change a bit; CPU has one engine. The result is
-    contiguous, or if `transposed` the transpose of a contiguous [N, M].
+    contiguous, or if `transposed` the transpose of a contiguous [N, M], or its rows lie `row` >= N
+    elements apart, with anything in between.
 
     Raises TypeError for other operand types and ValueError for shapes that do not match.
     """
-    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine, transposed)
+    if row and (transposed or row < b.shape[-1]):
+        raise ValueError(f"rows of {b.shape[-1]} elements cannot lie {row} apart{', transposed' * transposed}")
+    return _product(a, b, 2, BALANCES, window, balance, bias, out_dtype, engine, transposed, row=row)
 
 
 def exact_bmm(
@@ -128,7 +132,7 @@ def _recipes(products, device):
         recipe = matmul_kernels.prepare(
             a, b, options["window"], options.get("balance", "none"),
             None if bias is None else bias.expand(shape), engine,
-            options.get("transposed", False), device=device, causal=options.get("causal", 0),
+            options.get("transposed", False), device=device, causal=options.get("causal", 0), row=options.get("row", 0),
         )  # fmt: skip
         yield recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype, options.get("out_dtype", torch.float32))
 
@@ -152,12 +156,12 @@ def describe(
 
 
 def _product(
-    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False, causal=0
+    a, b, dim, balances, window, balance, bias, out_dtype, engine, transposed=False, causal=0, row=0
 ) -> Tensor:
     signature = None
     if a.is_cuda:
         # What was checked and prepared once is replayed: this is all the Python of a product.
-        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed, causal)
+        signature = _signature(a, b, window, balance, bias, out_dtype, engine, transposed, causal, row)
         prepared = launch.prepared.get(signature)
         if prepared is not None:
             out = prepared(a, b, bias)
@@ -168,16 +172,16 @@ def _product(
         raise ValueError(f"balance must be one of {balances}, got {balance!r}")
     if causal and balance == "none" and bias is not None:
         raise ValueError("a causal product takes no bias")
-    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, signature)
+    return _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, row, signature)
 
 
-def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False, causal=0) -> tuple:
+def _signature(a, b, window, balance, bias, out_dtype, engine, transposed=False, causal=0, row=0) -> tuple:
     """All that the launches of a product depend on: also the alignment of addresses, for which
     kernels are specialised."""
     key = (
         a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(),
         b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(),
-        window, balance, out_dtype, engine, transposed, causal,
+        window, balance, out_dtype, engine, transposed, causal, row,
     )  # fmt: skip
     if bias is None:
         return key
@@ -199,25 +203,25 @@ def _check(a: Tensor, b: Tensor, dim: int, window: int) -> None:
         raise ValueError(f"cannot multiply {tuple(a.shape)} and {tuple(b.shape)}")
 
 
-def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, signature) -> Tensor:
+def _dispatch(a, b, window, balance, bias, out_dtype, engine, transposed, causal, row, signature) -> Tensor:
     shape = (*a.shape[:-1], b.shape[-1])
     k = a.shape[-1]
     if bias is not None:
         bias = bias.expand(shape)
     if math.prod(shape) == 0:
-        return empty(a, b, out_dtype, transposed)
+        return empty(a, b, out_dtype, transposed, row)
     if k == 0 or k == 1 and balance != "keys":
         product = a.float() * b.float() if k else a.new_zeros(shape, dtype=torch.float32)
         product = _zero_beyond(_finish(product, bias, out_dtype, nans=True), causal)
-        return empty(a, b, out_dtype, transposed).copy_(product) if transposed else product
+        return empty(a, b, out_dtype, transposed, row).copy_(product) if transposed or row else product
     if a.is_cuda:
         from carbon_compile.templates import matmul_kernels
 
         with torch.cuda.device_of(a):  # Triton launches on the current device
             return matmul_kernels.multiply(
-                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature, causal=causal
+                a, b, window, balance, bias, out_dtype, engine, transposed, signature=signature, causal=causal, row=row
             )
-    product = _multiply(a, b, window, balance, bias, out_dtype, transposed)
+    product = _multiply(a, b, window, balance, bias, out_dtype, transposed, row)
     return product if balance == "keys" else _zero_beyond(product, causal)
 
 
@@ -226,7 +230,7 @@ def _zero_beyond(product: Tensor, causal: int) -> Tensor:
     return product.masked_fill_(beyond(*product.shape[1:], causal, product.device), 0.0) if causal else product
 
 
-def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
+def _multiply(a, b, window, balance, bias, out_dtype, transposed, row) -> Tensor:
     """The CPU twin, a block of rows at a time so that what is in between stays in cache."""
     d = None
     if balance == "weight":
@@ -236,7 +240,7 @@ def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
     elif balance == "keys":
         d = twin.key_exponents(b)
     qb = twin.quantize_keys(b, window, d) if balance == "keys" else _quantize_once(b, window, d)
-    out = empty(a, b, out_dtype, transposed)
+    out = empty(a, b, out_dtype, transposed, row)
     for rows in _row_blocks(a, b):
         if balance == "keys":
             qa = twin.quantize(twin.fold_keys(a[rows], d[rows[0]]), window, -1, owned=True)
@@ -250,9 +254,11 @@ def _multiply(a, b, window, balance, bias, out_dtype, transposed) -> Tensor:
     return out
 
 
-def empty(a: Tensor, b: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """Room for the product: contiguous, or the transpose of what is."""
+def empty(a: Tensor, b: Tensor, dtype: torch.dtype, transposed: bool, row: int = 0) -> Tensor:
+    """Room for the product: contiguous, or the transpose of what is, or in whole rows of `row` elements."""
     shape = (*a.shape[:-1], b.shape[-1])
+    if row:
+        return torch.empty((shape[0], row), dtype=dtype, device=a.device)[:, : shape[1]]
     if not transposed:
         return torch.empty(shape, dtype=dtype, device=a.device)
     return torch.empty_strided(shape, (1, shape[0]), dtype=dtype, device=a.device)

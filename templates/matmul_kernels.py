@@ -624,12 +624,12 @@ def quantize_operands(
 
 
 def prepare(
-    a, b, window, balance, bias, engine="int8", transposed=False, plan=None, device=None, causal=0
+    a, b, window, balance, bias, engine="int8", transposed=False, plan=None, device=None, causal=0, row=0
 ) -> Recipe:
     """The launches of a [..., M, K] by b [..., K, N], 2-D or 3-D, K > 1, nothing empty; `bias` has
     the result's shape. The first `quantising` of them make digits. A `transposed` result is laid
     out as C^T. A streamed `plan` is for the balance it was made for, "weight" or "keys", and a result
-    that is not transposed. `causal` as of `exact_bmm`."""
+    that is contiguous. `causal` as of `exact_bmm`, `row` as of `exact_mm`."""
     recipe = Recipe()
     batch = a.shape[0] if a.dim() == 3 else 1
     if plan is None and balance == "keys":
@@ -637,11 +637,12 @@ def prepare(
             a.shape[-2], b.shape[-1], a.shape[-1], window, launch.hardware(device or a.device), engine, a.stride(-1) == 1
         )  # fmt: skip
     if plan is None:
-        m, n = a.shape[-2], b.shape[-1]
+        hardware = launch.hardware(device or a.device)
+        m, n = a.shape[-2], _stored_columns(b.shape[-1], row, bias is not None, hardware.tma)
         product = (*((n, m) if transposed else (m, n)), launch.padded_contraction(a.shape[-1]), window, batch)
         plan = launch.gemm_plan(
-            *product, launch.hardware(device or a.device), engine,
-            launch.streamable(b) if balance == "weight" and not transposed else 0, bool(causal) and balance != "keys",
+            *product, hardware, engine,
+            launch.streamable(b) if balance == "weight" and not (transposed or row) else 0, bool(causal) and balance != "keys",
         )  # fmt: skip
         recipe.product = None if plan.streamed else (*product, engine)
     recipe.plan = plan
@@ -662,24 +663,35 @@ def prepare(
         qa, qb = qb, qa
         if bias is not None:
             bias_strides = (bias_strides[0], bias_strides[2], bias_strides[1])
-    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan, None, causal, balance == "keys")
+    multiply_digits(recipe, qa, qb, window, batch, bias_strides, plan, None, causal, balance == "keys", row)
     return recipe
+
+
+def _stored_columns(n: int, row: int, has_bias: bool, tma: bool) -> int:
+    """How many columns of a product [M, n] are stored in rows of `row` elements, if those are padded.
+
+    A store is as wide as its mask is alike over neighbours. What comes behind the last column is made of whatever
+    follows its digits, which TMA ends with zeros, and its exponents, which have room for 16 at a time, and is
+    stored where nobody reads; a bias ends where it ends.
+    """
+    return n if has_bias or not row or not tma else min(-(-n // 16) * 16, row)
 
 
 def multiply_digits(
     recipe: Recipe, qa: Digits, qb: Digits, window: int, batch: int,
     bias_strides: tuple[int, int, int] | None, plan: launch.Plan, words: tuple[Block, int] | None = None,
-    causal: int = 0, keys: bool = False,
+    causal: int = 0, keys: bool = False, row: int = 0,
 ) -> None:  # fmt: skip
-    """The product of quantised operands into the contiguous result [..., M, N].
+    """The product of quantised operands into the result [..., M, N], contiguous or in rows of `row` elements.
 
     `words`: instead of results their exact totals, into a block of int16 [batch, count, M, N], as
     `count` words of 16 bits, the lowest first; a count that holds them is the caller's affair. `causal`
     as of `exact_bmm`, `keys` for the balance.
     """
-    m, n = qa.rows, qb.rows
-    elements = batch * m * n
-    strides, has_bias = (m * n, n, 1), bias_strides is not None
+    m, has_bias = qa.rows, bias_strides is not None
+    n = _stored_columns(qb.rows, row, has_bias, plan.tma)
+    elements = batch * m * (row or n)
+    strides = (m * n, row or n, 1)
     bias_strides = bias_strides or (0, 0, 1)  # as a vector's: one kernel for both
     if plan.swap:
         # Tensor cores have a tall side; few rows go on the other one, as C^T = B^T A^T.
@@ -766,11 +778,11 @@ def multiply_digits(
 
 def multiply(
     a, b, window, balance, bias, out_dtype, engine="int8", transposed=False, plan=None,
-    signature=None, causal=0,
+    signature=None, causal=0, row=0,
 ) -> Tensor:  # fmt: skip
     """The product by the ordinary way; by its signature, where it has one, later ones replay it."""
-    recipe = prepare(a, b, window, balance, bias, engine, transposed, plan, causal=causal)
-    out = empty(a, b, out_dtype, transposed)
+    recipe = prepare(a, b, window, balance, bias, engine, transposed, plan, causal=causal, row=row)
+    out = empty(a, b, out_dtype, transposed, row)
     recipe.run((a, b, bias, out, *recipe.scratch(a.device)))
     if signature is not None and recipe.replays:
         launch.keep(signature, Replay(recipe, out))
@@ -799,6 +811,8 @@ class Replay:
     def __init__(self, recipe: Recipe, out: Tensor):
         self.recipe, self.index, self.launches = recipe, out.get_device(), recipe.steps()
         self.device, self.shape, self.strides, self.dtype = out.device, tuple(out.shape), tuple(out.stride()), out.dtype
+        # Padded rows are whole ones, the last one too: so they are written.
+        self.whole = (self.shape[0] * self.strides[0],) if out.dim() == 2 and out.stride(0) > out.shape[1] and out.stride(1) == 1 else None
         self.work, self.zeros = ((recipe.sizes[buffer],) for buffer in (WORK, ZEROS))
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -807,7 +821,10 @@ class Replay:
         if index != _current_device() or hooked():
             return None
         stream = _current_stream(index)
-        out = _empty(self.shape, self.strides, self.dtype)
+        if self.whole is None:
+            out = _empty(self.shape, self.strides, self.dtype)
+        else:
+            out = _empty(self.whole, (1,), self.dtype).as_strided(self.shape, self.strides)
         work = _empty(self.work, (1,), torch.uint8)
         at = [a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), work.data_ptr(), 0]
         if bias is not None:

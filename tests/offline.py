@@ -47,6 +47,7 @@ def generated(loss):
     """
     import torch
     from torch._functorch import config as functorch
+    from torch._guards import TracingContext
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -67,6 +68,9 @@ def generated(loss):
         graphs.append((gm, inputs, kwargs))
         results = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in gm.graph.output_node().args[0]]
         layouts = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in results]
+        told = TracingContext.get().output_strides
+        if told is not None:  # the backward graph is compiled for what a forward graph's results are like
+            told.extend(layout[1] if isinstance(layout, tuple) else None for layout in layouts)
 
         def run(arguments):
             arguments.clear()
