@@ -435,7 +435,8 @@ def heads_side_by_side(graph):
     """
     found = 0
     for node in list(graph.nodes):
-        if node.target is not _aten.cat.default or node.meta["val"].dim() != 3 or (*node.args, 0)[1] not in (2, -1):
+        shape = node.meta["val"].shape if node.target is _aten.cat.default else ()
+        if len(shape) != 3 or (*node.args, 0)[1] not in (2, -1) or not all(isinstance(n, int) for n in shape):
             continue
         heads = [_moved(part) for part in node.args[0]]
         if len(heads) < 2 or None in heads or len({h.meta["val"].shape[3] for h in heads}) > 1:
@@ -443,7 +444,7 @@ def heads_side_by_side(graph):
         with graph.inserting_before(node):
             together = _made(node, _aten.cat.default, heads, 1)
             moved = _made(node, _aten.clone.default, _made(node, _aten.permute.default, together, [0, 2, 1, 3]), memory_format=torch.contiguous_format)
-            _replace(graph, node, _made(node, _aten.view.default, moved, list(node.meta["val"].shape)))
+            _replace(graph, node, _made(node, _aten.view.default, moved, list(shape)))
         found += 1
     return found
 
@@ -451,7 +452,7 @@ def heads_side_by_side(graph):
 def _moved(node):
     """The [B, H, L, D] that a node [B, L, H D] of no other use is moved from; or None."""
     shape = node.meta["val"].shape
-    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1:
+    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1 or not all(isinstance(n, int) for n in shape):
         return None
     node = node.args[0]
     while node.target in _SAME and len(node.users) == 1:

@@ -63,5 +63,9 @@ def test_what_is_rewritten_and_what_is_not(monkeypatch):
         return torch.cat([first, beside(b)], 2), first
 
     assert count(seen_twice, heads(2, 2)) == 0
+    torch._dynamo.reset()
+    dynamic = torch.compile(lambda a, b: torch.cat([beside(a), beside(b)], 2), backend="carbon", dynamic=True)
+    a, b = heads(2, 2)
+    assert_bitwise(dynamic(a, b).detach(), torch.cat([beside(a), beside(b)], 2).detach())
     other = heads(2, features=6)
     assert count(lambda a, b: torch.cat([beside(a), beside(b)], 2), [*heads(2), *other]) == 0
