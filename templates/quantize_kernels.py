@@ -1071,5 +1071,5 @@ def quantize_cut(recipe: Recipe, a: Operand, b: Operand, tokens: tuple[Operand, 
 def _reserve(recipe: Recipe, x: Operand, window: int) -> Digits:
     rows, padded = x.batch * x.rows, launch.padded_contraction(x.k)
     digits = recipe.reserve(DIGITS[window] * rows * padded, torch.int8)
-    exponents = recipe.reserve(-(-rows // 16) * 16, torch.int32)  # of which whole chunks may be read
+    exponents = recipe.reserve(-(-rows // 16) * 16, torch.int32)._replace(length=rows)  # whole chunks may be read
     return Digits(digits, exponents, rows, x.rows, padded)
