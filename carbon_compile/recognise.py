@@ -389,9 +389,11 @@ def _causality(mask, queries, keys):
         value = _constant(mask)
         if value is None or value.dtype is not torch.bool:
             return None
-        value = value.broadcast_to((*value.shape[:-2], queries, keys))
         if value.all():
             return False
+        if queries * keys > _MASK:
+            return None
+        value = value.broadcast_to((*value.shape[:-2], queries, keys))
         return True if (value != templates.beyond(queries, keys, queries)).all() else None
 
 

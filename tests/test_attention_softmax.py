@@ -223,6 +223,9 @@ def test_gpu_equals_cpu():
         for _ in range(2):  # recorded, then replayed
             assert_bitwise(torch.ops.carbon.attention_softmax(x.cuda(), scale, causal).cpu(), want)
             assert_bitwise(torch.ops.carbon.attention_softmax_backward(grad.cuda(), want.cuda(), scale, causal).cpu(), back)
+    for scale in (0.0, -0.0):
+        back = attention._softmax_backward(grad, want, scale, False)
+        assert_bitwise(torch.ops.carbon.attention_softmax_backward(grad.cuda(), want.cuda(), scale, False).cpu(), back)
 
 
 @pytest.mark.gpu
