@@ -355,33 +355,45 @@ def attention_softmax(graph, suits=attention.suits):
 
     The graph's nodes have `meta["val"]`. Call it after `causal_products`, which looks for what it replaces.
     """
-    causal, known = {}, {None: False}
+    causal, known = {}, {}
     for node in list(graph.nodes):
-        if node.target is _WEIGHTS and suits(node.meta["val"]):
-            mask = node.args[1]
-            if mask not in known:
-                known[mask] = _causality(mask, *node.meta["val"].shape[-2:])
-            if known[mask] is not None:
+        if node.target is _WEIGHTS and suits(node.meta["val"]) and _laid_out_alike(node, node.args[:1]):
+            sizes = node.meta["val"].shape[-2:]
+            seen = node.args[1], *sizes  # a mask of one row is another one for each number of queries
+            if seen not in known:
+                known[seen] = _causality(*seen)
+            if known[seen] is not None:
                 scale = _take_scale(_before(node.args[0], node))
-                causal[_put(graph, node, attention.SOFTMAX, node.args[0], scale, known[mask])] = known[mask]
-        elif node.target is _WEIGHTS_BACKWARD and (weights := _original(node.args[1])) in causal:
+                causal[_put(graph, node, attention.SOFTMAX, node.args[0], scale, known[seen])] = known[seen]
+        elif node.target is _WEIGHTS_BACKWARD and (weights := _original(node.args[1])) in causal and _laid_out_alike(node, node.args):
             scale = _take_scale(_after(node))
             _put(graph, node, attention.SOFTMAX_BACKWARD, *node.args, scale, causal[weights])
     return sum(node.target in (attention.SOFTMAX, attention.SOFTMAX_BACKWARD) for node in graph.nodes)
 
 
+def _laid_out_alike(node, arguments):
+    """Whether a node is contiguous, and its arguments have its shape and are of binary32, as the kernels have them:
+    a mask may have more dimensions than scores, or another order of them."""
+    val = node.meta["val"]
+    return val.is_contiguous() and all(a.meta["val"].shape == val.shape and a.meta["val"].dtype is torch.float32 for a in arguments)
+
+
 def _causality(mask, queries, keys):
-    """False if the mask [..., queries, keys] is provably true, True if it is so up to each query and false beyond,
-    None elsewhere."""
+    """False if the mask [..., queries, keys], or none, is provably true, True if it is so up to each query and false
+    beyond, None elsewhere."""
+    if mask is None:
+        return False
     while mask.target is _aten.expand.default or mask.target in _SAME:
         mask = mask.args[0]
     with host.real_tensors():
         value = _constant(mask)
         if value is None or value.dtype is not torch.bool:
             return None
-        value = value.broadcast_to((*value.shape[:-2], queries, keys))
         if value.all():
             return False
+        if queries * keys > _MASK:
+            return None
+        value = value.broadcast_to((*value.shape[:-2], queries, keys))
         return True if (value != templates.beyond(queries, keys, queries)).all() else None
 
 
@@ -431,7 +443,8 @@ def heads_side_by_side(graph):
     place; returns how many there are.
 
     Inductor's index of an element of the first kind divides by H D, of which Triton doesn't see that neighbours stay
-    neighbours: a GPU would load single elements. The graph's nodes have `meta["val"]`.
+    neighbours: a GPU would load single elements. The graph's nodes have `meta["val"]`. Symbolic sizes are left as they are:
+    what they are in the cat need not be a node of the graph.
     """
     found = 0
     for node in list(graph.nodes):
@@ -452,7 +465,9 @@ def heads_side_by_side(graph):
 def _moved(node):
     """The [B, H, L, D] that a node [B, L, H D] of no other use is moved from; or None."""
     shape = node.meta["val"].shape
-    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1 or not all(isinstance(n, int) for n in shape):
+    if node.target not in _SHAPES - {_aten.clone.default} or len(node.users) != 1:
+        return None
+    if not all(isinstance(n, int) for n in (*shape, *node.args[0].meta["val"].shape)):
         return None
     node = node.args[0]
     while node.target in _SAME and len(node.users) == 1:

@@ -210,7 +210,8 @@ def _run(x, w, scale, causal):
     if not x.numel():
         return torch.empty_like(x)
     b = x if w is None else w
-    signature = ("softmax", x.shape, w is None, scale, causal, x.get_device(), x.data_ptr() & 15, b.data_ptr() & 15)
+    # Zeros of both signs are equal, and what they multiply is not.
+    signature = ("softmax", x.shape, w is None, scale or repr(scale), causal, x.get_device(), x.data_ptr() & 15, b.data_ptr() & 15)
     prepared = launch.prepared.get(signature)
     out = None if prepared is None else prepared(x, b, None)
     if out is None:

@@ -412,6 +412,8 @@ def gemm_plan(
     pinned = _overrides.get((m, n, padded, window, batch))
     weight = weight if engine == "int8" else 0
     if pinned is not None and (weight or not pinned.streamed):
+        if causal or totals:
+            pinned = replace(pinned, parts=1, places=0)
         return split(replace(pinned, engine=engine), padded, window, pinned.splits)
     if weight and _worth_streaming(m, n, padded, window, hw):
         return streamed_plan(m, n, padded, window, hw, weight)

@@ -559,7 +559,8 @@ def _nothing(
         bits = _magnitude_bits(_row_tile(base, r, start, R, K, stride_k, BR, BK, SPREAD, CHUNK))
         if MODE == 3:
             k = start + tl.arange(0, BK)
-            bits = tl.where((tl.load(second_ptr + k, mask=k < K, other=0) != 0)[None, :], bits, 0)
+            dropped = (tl.load(second_ptr + k, mask=k < K, other=0) == 0)[None, :]
+            bits = tl.where(dropped & (bits < _INFINITY_BITS), 0, bits)  # see `quantize.fold_keys`
         best = best | bits
     return tl.max(best, axis=1) == 0
 

@@ -159,6 +159,27 @@ def test_a_mask_of_all_keys(monkeypatch):
     check_placed(monkeypatch, all_of_them, tensors(kind="wild"), 2)
 
 
+def test_a_mask_of_one_row_is_read_for_each_number_of_queries(monkeypatch):
+    """Of the first key, which is all that the first of several queries sees."""
+
+    def one_and_all(q, k, v):
+        mask = torch.arange(k.shape[-2]).unsqueeze(0) < 1
+        return tuple(F.scaled_dot_product_attention(x, k, v, attn_mask=mask) for x in (q[..., :1, :], q))
+
+    check_placed(monkeypatch, one_and_all, tensors(), 2)
+
+
+def test_weights_that_are_not_laid_out_as_scores_keep_their_operations(monkeypatch):
+    def more_dimensions(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(1, 1, 1, *q.shape[-2:-1], k.shape[-2], dtype=torch.bool).tril())
+
+    def transposed(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(k.shape[-2], q.shape[-2], dtype=torch.bool).triu().t())
+
+    check_placed(monkeypatch, more_dimensions, tensors(), 0)
+    check_placed(monkeypatch, transposed, tensors(), 0)
+
+
 def test_two_layers(monkeypatch):
     def layers(q, k, v):
         return is_causal(is_causal(q, k, v), k, v, scale=1.0)
@@ -202,6 +223,9 @@ def test_gpu_equals_cpu():
         for _ in range(2):  # recorded, then replayed
             assert_bitwise(torch.ops.carbon.attention_softmax(x.cuda(), scale, causal).cpu(), want)
             assert_bitwise(torch.ops.carbon.attention_softmax_backward(grad.cuda(), want.cuda(), scale, causal).cpu(), back)
+    for scale in (0.0, -0.0):
+        back = attention._softmax_backward(grad, want, scale, False)
+        assert_bitwise(torch.ops.carbon.attention_softmax_backward(grad.cuda(), want.cuda(), scale, False).cpu(), back)
 
 
 @pytest.mark.gpu

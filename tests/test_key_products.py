@@ -16,12 +16,13 @@ from .offline import printed
 ROOT = Path(__file__).resolve().parents[1]
 H100 = launch.Hardware((9, 0), 132)
 LAYOUTS = ("rows", "columns", "padded", "expanded")
-KINDS = ("tame", "causal", "wild", "subnormal", "far")
+KINDS = ("tame", "causal", "wild", "subnormal", "far", "dropped")
 
 
 def operands(batch, m, n, k, dtype, kind, layout, seed=0):
     """a [batch, m, k] float32 as weights are, b [batch, k, n]; "causal": nothing above the diagonal and
-    a zero row, as in a gradient of weights; "wild": rows that are zero, tiny, or not finite."""
+    a zero row, as in a gradient of weights; "wild": rows that are zero, tiny, or not finite; "dropped": rows that are
+    zero, or not finite, where they meet anything but zeros."""
     g = torch.Generator().manual_seed(seed + m * n + k)
     a = torch.randn(batch, m, k, generator=g) * torch.exp(torch.randn(batch, m, k, generator=g))
     b = torch.randn(batch, k, n, generator=g) * torch.exp2(torch.randint(-6, 7, (batch, k, 1), generator=g))
@@ -42,6 +43,10 @@ def operands(batch, m, n, k, dtype, kind, layout, seed=0):
         a[0] *= 2.0**110
         b[-1] *= 2.0**120
         a[0, 1] *= 2.0**-120
+    elif kind == "dropped":
+        b[0, ::2], b[-1] = 0, 0
+        a[:, 2:6, 1::2] = 0
+        a[0, 3, 4], a[-1, 1, 2], a[:, 4, 0] = float("nan"), float("inf"), float("nan")
     b = b.to(dtype)
     if layout == "columns":
         a, b = a.mT.contiguous().mT, b.mT.contiguous().mT

@@ -510,6 +510,12 @@ def test_a_last_wave_is_cut_where_that_pays(window):
             assert launch.split(cut, padded, window, 2).rest(tiles) == 0
         chosen = plan(m, n, k)
         assert (chosen.parts > 1) == launch.cuts(chosen, m, n, 1)
+    launch.override(768, 3072, 4096, window, 1, gradient)
+    try:
+        pinned = [plan(768, 3072, 4096, **options).parts for options in ({}, {"totals": True}, {"causal": True})]
+    finally:
+        launch.override(768, 3072, 4096, window, 1, None)
+    assert pinned == [gradient.parts, 1, 1]
     assert {x.parts for x in launch.variants(gradient, 4096, window)} >= {1, 2, 5, gradient.parts}
 
 

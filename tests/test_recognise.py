@@ -12,7 +12,7 @@ from .definition import defined
 registry.load()
 
 
-def rewritten(monkeypatch, function, inputs):
+def rewritten(monkeypatch, function, inputs, **options):
     """How many cats are rewritten in all graphs of a function, whose results and gradients stay as they are."""
     results, found = [], []
 
@@ -23,7 +23,7 @@ def rewritten(monkeypatch, function, inputs):
     for each in (lambda graph: 0, rewrite):
         with monkeypatch.context() as patch:
             patch.setattr(backend, "heads_side_by_side", each)
-            results.append(defined(function, inputs))
+            results.append(defined(function, inputs, **options))
     for ours, theirs in zip(*results, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert_bitwise(a, b)
@@ -69,3 +69,8 @@ def test_what_is_rewritten_and_what_is_not(monkeypatch):
     assert_bitwise(dynamic(a, b).detach(), torch.cat([beside(a), beside(b)], 2).detach())
     other = heads(2, features=6)
     assert count(lambda a, b: torch.cat([beside(a), beside(b)], 2), [*heads(2), *other]) == 0
+
+
+def test_symbolic_sizes_are_left_as_they_are(monkeypatch):
+    """The cat's last size, of heads and features together, is in no node."""
+    assert rewritten(monkeypatch, lambda a, b: torch.cat([beside(a), beside(b)], 2), heads(4, 1), dynamic=True) == 0
