@@ -9,6 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ..templates import launch
 from ..templates import matmul as templates
 from . import policy, random, softmax
 from . import prims as P
@@ -113,13 +114,11 @@ def _weights_backward(ctx, grad):
 
 # --- the softmax as a kernel of ours, see `recognise.attention_softmax` --------------------------------
 
-_MOST_KEYS = 4096  # parts of an integer sum of so many fit 32 bits
-
 
 def suits(weights):
     """Whether attention's weights [..., L, S] are on a GPU, and of a size that a program holds."""
     shape = weights.shape
-    return on_gpu(weights) and all(isinstance(n, int) for n in shape) and math.prod(shape) > 0 and shape[-1] <= _MOST_KEYS and len(shape) > 1
+    return on_gpu(weights) and all(isinstance(n, int) for n in shape) and math.prod(shape) > 0 and shape[-1] <= launch.SOFTMAX_KEYS and len(shape) > 1
 
 
 def _softmax(scores, scale, causal):

@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from carbon_compile.templates import launch
+from carbon_compile.templates.column_sums import _power
 from carbon_compile.templates.matmul_kernels import Replay
 from carbon_compile.templates.matmul_recipe import OUT, A, B, Block, Recipe
-
-LIMIT = 4096  # keys: the parts of so many terms add up in int32
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LINE = tl.constexpr(16)  # elements that are read together or not at all
@@ -129,11 +128,6 @@ def _weights(x_ptr, out_ptr, r, rows, last, keys, scale, W: tl.constexpr):
 
 
 @triton.jit
-def _power(k):
-    return ((k + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _gradient(g_ptr, w_ptr, out_ptr, r, rows, last, keys, scale, W: tl.constexpr):
     at, present, _, read = _places(r, rows, last, keys, W)
     w = tl.load(w_ptr + at, mask=read, other=0.0)
@@ -193,7 +187,7 @@ def gradient_kernel(g_ptr, w_ptr, out_ptr, rows, queries, keys, scale, CAUSAL: t
 
 
 def weights(scores: Tensor, scale: float, causal: bool) -> Tensor:
-    """Softmax over the last dimension of scale times scores [..., L, S], 0 < S <= LIMIT, of float32: the same, contiguous.
+    """Softmax over the last dimension of scale times scores [..., L, S], 0 < S <= launch.SOFTMAX_KEYS, of float32: the same, contiguous.
 
     `causal`: query l sees keys up to l; else all.
     """

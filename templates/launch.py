@@ -264,10 +264,10 @@ class NarrowSlab(NamedTuple):
     overlap: bool = False
 
 
-def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, warps=4, unroll=8, together=2) -> NarrowSlab:
+def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware) -> NarrowSlab:
     """Of a matrix [M, N] of 16-bit numbers: 128 bytes of a row, of which a thread takes 16, and as many programs as
-    run `together` on multiprocessors; but slabs of no more than 2048 rows, hence 128 slabs or fewer. A thread has no
-    more than `unroll` rows on their way, or half where those that are not `aligned` come in eight loads.
+    run together, two a multiprocessor; but slabs of no more than 2048 rows, hence 128 slabs or fewer. A thread has no
+    more than eight rows on their way, or half where those that are not `aligned` come in eight loads.
 
     Gradients of a small transformer in training, 4096 rows: of keys and queries, one of two or three 16 columns has
     elements too small for the quick way, but 128 rows of it only one time in thirty. So chunks are as small as a
@@ -276,9 +276,9 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, wa
     Two programs a multiprocessor took 8 to 14 us of 4096 x 768 to 4096, three and four up to 2 us more, wider or
     fatter ones 3 to 6; 16384 x 3072 29 us, these 29 to 35 (cold, H200).
     """
-    columns = min(columns, max(16, _power_of_two(n)))
+    columns, warps, unroll = min(64, max(16, _power_of_two(n))), 4, 8
     rows = 8 * 32 * warps // columns
-    tiles, programs = -(-n // columns), together * hw.sms
+    tiles, programs = -(-n // columns), 2 * hw.sms
     slabs = max(1, programs // tiles)
     if tiles > programs // 4:  # whole waves
         slabs = min(range(1, 5), key=lambda s: -(-tiles * s // programs) / s)
@@ -295,6 +295,8 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware, columns=64, wa
 
 
 # ---- softmax of attention ----
+
+SOFTMAX_KEYS = 4096  # at most: the parts of an integer sum of so many fit 32 bits
 
 
 def softmax_tile(keys: int, operands: int) -> Tile:
