@@ -111,10 +111,9 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("capability", (80, 90))
-def test_kernels_compile_for_gpus_that_are_not_here(capability):
+def test_kernels_compile_for_a_gpu_that_is_not_here():
     pytest.importorskip("triton")
-    assert printed(OFFLINE.format(capability=capability)) == "compiled\n"
+    assert printed(OFFLINE.format(capability=90)) == "compiled\n"
 
 
 # --- which graphs get the kernel -------------------------------------------------------------------------
