@@ -122,6 +122,7 @@ def suits(weights):
 
 
 def _softmax(scores, scale, causal):
+    """`attention_weights` of scale times scores [..., L, S], which see all keys, or if `causal` those up to their query."""
     if on_gpu(scores):
         from ..templates import attention_softmax
 
@@ -131,6 +132,7 @@ def _softmax(scores, scale, causal):
 
 
 def _softmax_backward(grad, weights, scale, causal):
+    """The gradient of the scores, from those weights and their gradient."""
     if on_gpu(weights):
         from ..templates import attention_softmax
 

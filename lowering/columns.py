@@ -117,7 +117,7 @@ NORM_GRADIENTS = _operator(
 
 # --- the final graph ----------------------------------------------------------------------------------
 
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.t.default, aten.permute.default, aten.transpose.int,
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.t.default, aten.permute.default, aten.transpose.int,
           aten.squeeze.dims, aten.unsqueeze.default, aten.slice.Tensor, aten.alias.default, aten.detach.default, operator.getitem}  # fmt: skip
 _OURS = (COLUMN_SUM, SCALE_GRADIENT)
 
@@ -145,7 +145,7 @@ def _taken(node):
 
 def _base(node):
     """What a view shows."""
-    while node.op == "call_function" and node.target in _VIEWS:
+    while node.op == "call_function" and node.target in VIEWS:
         node = node.args[0]
     return node
 
@@ -160,7 +160,7 @@ def _read(node):
     for user in node.users:
         if user.op == "output" or user.target in TEMPLATES and user.target not in _OURS:
             return True
-        if user.target in _VIEWS and _read(user):
+        if user.target in VIEWS and _read(user):
             return True
     return False
 

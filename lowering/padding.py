@@ -9,11 +9,10 @@ user sees keeps its strides.
 import torch
 
 from . import matmul
-from .columns import on_gpu
+from .columns import VIEWS, on_gpu
 
 aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default, aten.t.default,
-          aten.transpose.int, aten.permute.default, aten.squeeze.dims, aten.unsqueeze.default, aten.slice.Tensor, aten.select.int}  # fmt: skip
+_VIEWS = VIEWS | {aten.select.int}
 _SHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _SHORTEST = 1024  # of a row that is worth it, as Inductor's own
 _BYTES = 128  # that a row is a multiple of: a cache line

@@ -115,6 +115,7 @@ def _places(r, rows, last, keys, W: tl.constexpr):
 
 @triton.jit
 def _weights(x_ptr, out_ptr, r, rows, last, keys, scale, W: tl.constexpr):
+    """Rows r of the weights, computed up to W keys and filled in beyond; row by row, keys up to `last` are seen."""
     at, present, seen, read = _places(r, rows, last, keys, W)
     x = tl.where(seen, tl.load(x_ptr + at, mask=read, other=0.0) * scale, float("-inf"))
     m = tl.reduce(x, 1, _larger)
@@ -129,6 +130,7 @@ def _weights(x_ptr, out_ptr, r, rows, last, keys, scale, W: tl.constexpr):
 
 @triton.jit
 def _gradient(g_ptr, w_ptr, out_ptr, r, rows, last, keys, scale, W: tl.constexpr):
+    """Rows r of the scores' gradient, as `_weights` makes theirs."""
     at, present, _, read = _places(r, rows, last, keys, W)
     w = tl.load(w_ptr + at, mask=read, other=0.0)
     g = tl.where(w == 0.0, 0.0, tl.load(g_ptr + at, mask=read, other=0.0))

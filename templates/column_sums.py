@@ -526,7 +526,7 @@ def _run(g, h, weight, bias):
 
 
 def _chosen(g, h, scale, shift, device=None):
-    """Where nothing is multiplied, 16-bit numbers need no rounding."""
+    """The launches of `narrow_sums` for a 16-bit matrix alone, whose terms mostly need no rounding; else this file's."""
     from carbon_compile.templates import narrow_sums
 
     return _recipe(g, h, scale, shift, device) if scale or g.dtype not in narrow_sums.TYPES else narrow_sums.recipe(g, device)

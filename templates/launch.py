@@ -274,7 +274,7 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware) -> NarrowSlab:
     helper can count: 32. A thread's integers hold the terms of 511 steps.
 
     Two programs a multiprocessor took 8 to 14 us of 4096 x 768 to 4096, three and four up to 2 us more, wider or
-    fatter ones 3 to 6; 16384 x 3072 29 us, these 29 to 35 (cold, H200).
+    fatter ones 2 to 7; 16384 x 3072 29 us, those 29 to 35 (cold, H200).
     """
     columns, warps, unroll = min(64, max(16, _power_of_two(n))), 4, 8
     rows = 8 * 32 * warps // columns
@@ -319,7 +319,8 @@ class Cost(NamedTuple):
 
 # Of a last wave that is cut in parts, in us and bytes per us: what a program takes to fill its stages and to
 # drain them; how fast a multiprocessor stores totals; another launch; and how fast that reads them, mostly from
-# L2. Reckoned from what an H100 can do; 368 plans on an H200 took 0.9 to 1.15 times as long.
+# L2. Reckoned from what an H100 can do; of 368 plans nine in ten took 0.77 to 1.08 times as long as these and the
+# costs below say, the others 0.63 to 1.25 (H200).
 _PART = 2.5
 _PARTS_STORED = 30e3
 _PARTS_LAUNCH = 3.0
@@ -482,7 +483,7 @@ def split(plan: Plan, padded: int, window: int, splits: int) -> Plan:
 def expected(
     plan: Plan, m: int, n: int, padded: int, window: int, batch: int, hw: Hardware
 ) -> float:
-    """A rough time on an H100: waves are whole, splits pay for zeros, atomics and another pass, parts of the
+    """A rough time on an H100 or H200: waves are whole, splits pay for zeros, atomics and another pass, parts of the
     last wave for two."""
     cost = _cost(plan, window, hw)
     tiles, places = _tiles(plan, m, n, batch), hw.sms * cost.resident

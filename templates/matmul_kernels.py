@@ -392,6 +392,7 @@ def _emit(
 
 @triton.jit
 def _halves(top, low, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right columns of a tile's totals."""
     top0, top1 = tl.split(tl.permute(tl.reshape(top, (BM, 2, BN // 2)), (0, 2, 1)))
     low0, low1 = tl.split(tl.permute(tl.reshape(low, (BM, 2, BN // 2)), (0, 2, 1)))
     return top0, top1, low0, low1
