@@ -25,10 +25,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carbon_compile.templates.matmul_kernels import (
     _all_beyond,
+    _canonical,
     _emit,
+    _moderate,
+    _or_minus_zero,
     _placed,
+    _rounded_total,
+    _scaled_at_once,
+    _scaled_in_steps,
     _store_part,
     _store_zeros,
+    _with_zeros,
     _work,
 )
 
@@ -44,24 +51,90 @@ def _pairs(level, D: gl.constexpr):
 
 
 @gluon.jit
+def _store_rows(value, out_ptr, m0, n0, M, N, out_m, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr):
+    """Store a tile of a row-major result.
+
+    As tensor cores leave it, in layout L, a thread has two neighbours: of four bytes each a whole sector with the
+    next three threads', of two bytes half of one. Those change places first, until a thread stores 16 bytes.
+    """
+    if value.dtype.primitive_bitwidth == 16:
+        S: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], L.warps_per_cta, [1, 0])
+        value = gl.convert_layout(value, S)
+    else:
+        S: gl.constexpr = L
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, S))
+    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    offset = m.to(gl.int64)[:, None] * out_m + n.to(gl.int64)[None, :]
+    gl.store(out_ptr + offset, value, mask=mask)
+
+
+@gluon.jit
+def _store_results(
+    top, low, K, ea_ptr, eb_ptr, out_ptr, bias_ptr, m0, n0, M, N, out_m, bias_m, bias_n, has_bias, length,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """`_store_result` for a row-major result and a bias along rows or columns, which is loaded early.
+
+    With moderate exponents and a finite bias no result is NaN, and a conversion need not look for it.
+    """
+    element: gl.constexpr = out_ptr.dtype.element_ty
+    m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    ea = gl.load(ea_ptr + m, mask=m < M, other=0)
+    eb = gl.load(eb_ptr + n, mask=n < N, other=0)
+    if BIAS == 0:
+        present = n < N * has_bias
+        bias = _or_minus_zero(gl.load(bias_ptr + n.to(gl.int64) * bias_n, mask=present, other=0), present)
+    else:
+        present = m < M * has_bias
+        bias = _or_minus_zero(gl.load(bias_ptr + m.to(gl.int64) * bias_m, mask=present, other=0), present)
+    rounded = _rounded_total(top, low, K, D)
+    finite = gl.max(bias.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) < 0x7F800000
+    bias = gl.expand_dims(bias, BIAS)
+    if _moderate(ea, eb) & finite:
+        value = _with_zeros(_scaled_at_once(rounded, ea, eb) + bias, m, n, length, CAUSAL).to(element)
+    else:
+        value = _canonical(_with_zeros(_scaled_in_steps(rounded, ea, eb) + bias, m, n, length, CAUSAL), element)
+    _store_rows(value, out_ptr, m0, n0, M, N, out_m, BM, BN, L)
+
+
+@gluon.jit
+def _store_tile(
+    top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+    out_m, out_n, bias_m, bias_n, has_bias, length,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """What `_emit` does."""
+    if ROWS:
+        _store_results(top, low, K, ea_ptr, eb_ptr, out_ptr, bias_ptr, m0, n0, M, N, out_m, bias_m, bias_n, has_bias,
+                       length, D, BM, BN, L, BIAS, CAUSAL)  # fmt: skip
+    else:
+        m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+        n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+        _emit(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m, n, M, N, total_plane,
+              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+
+
+@gluon.jit
 def _leave(
     top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
     out_m, out_n, bias_m, bias_n, has_bias, length, part,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
-    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """What `_emit` does, or of a part of a tile what `_store_part` does."""
-    row = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
-    column = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    """Store a tile, or of a part of one what `_store_part` does."""
     if REST:
         if part >= 0:
-            _store_part(top, low, total_ptr, part, row, column, BM, BN)
+                _store_part(top, low, total_ptr, part, gl.arange(0, BM, layout=gl.SliceLayout(1, L)),
+                        gl.arange(0, BN, layout=gl.SliceLayout(0, L)), BM, BN)  # fmt: skip
         else:
-            _emit(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0 + row, n0 + column, M, N, total_plane,
-                  out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+            _store_tile(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+                        out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, L, WORDS, BIAS, CAUSAL, ROWS)  # fmt: skip
     else:
-        _emit(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0 + row, n0 + column, M, N, total_plane,
-              out_m, out_n, bias_m, bias_n, has_bias, D, WORDS, BIAS, length, CAUSAL)  # fmt: skip
+        _store_tile(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
+                    out_m, out_n, bias_m, bias_n, has_bias, length, D, BM, BN, L, WORDS, BIAS, CAUSAL, ROWS)  # fmt: skip
 
 
 @gluon.jit
@@ -89,7 +162,7 @@ def _multiply_levels(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     acc = gl.zeros((BM, BN), gl.int32, L)
     low = gl.zeros((BM, BN), gl.int32, L)
@@ -109,7 +182,7 @@ def _multiply_levels(
             low = low | ((acc & 255) << (8 * level))
             acc = acc >> 8
     _leave(acc, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
-           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST)  # fmt: skip
+           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST, ROWS)  # fmt: skip
     return count
 
 
@@ -139,7 +212,7 @@ def _multiply_joint(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     l0 = gl.zeros((BM, BN), gl.int32, L)
     l1 = gl.zeros((BM, BN), gl.int32, L)
@@ -191,7 +264,7 @@ def _multiply_joint(
         low = low | ((l3 & 255) << 24)
         top = l4 + (l3 >> 8)
     _leave(top, low, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
-           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST)  # fmt: skip
+           out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, L, WORDS, BIAS, CAUSAL, REST, ROWS)  # fmt: skip
     return count
 
 
@@ -245,17 +318,17 @@ def _multiply_tile(
     count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
     length, part, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr,
-    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+    L: gl.constexpr, WORDS: gl.constexpr, BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     if JOINT:
         count = _multiply_joint(
             count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST, ROWS,
         )  # fmt: skip
     else:
         count = _multiply_levels(
             count, sa, sb, full, empty, steps, KP, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N,
-            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST,
+            total_plane, out_m, out_n, bias_m, bias_n, has_bias, length, part, D, BM, BN, STAGES, L, WORDS, BIAS, CAUSAL, REST, ROWS,
         )  # fmt: skip
     return count
 
@@ -266,7 +339,7 @@ def _multiply_tiles(
     a_batch, b_batch, total_plane, out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
     whole, rest, part_span, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr, L: gl.constexpr, WORDS: gl.constexpr,
-    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+    BIAS: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -291,13 +364,13 @@ def _multiply_tiles(
                 count = _multiply_tile(
                     count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                     total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                    length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
+                    length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST, ROWS,
                 )  # fmt: skip
         else:
             count = _multiply_tile(
                 count, sa, sb, full, empty, steps, KP, ea, eb, out, total, bias, m0, n0, M, N,
                 total_plane, out_m, out_n, bias_m, bias_n, has_bias,
-                length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
+                length, part, D, BM, BN, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST, ROWS,
             )  # fmt: skip
 
 
@@ -308,11 +381,11 @@ def specialised_kernel(
     out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length, whole, rest, part_span, tiles,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, WORDS: gl.constexpr, JOINT: gl.constexpr, BIAS: gl.constexpr,
-    CAUSAL: gl.constexpr, REST: gl.constexpr, NUM_WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_kernels.gemm_kernel`: output tiles over one span of the contraction each.
 
-    A program takes every n-th of the `tiles` and parts of tiles, n the number of programs. With fewer programs than
+    ROWS: results are rows in memory, and a bias goes along one side. A program takes every n-th of the `tiles` and parts of tiles, n the number of programs. With fewer programs than
     tiles the next tile is loaded while this one is stored.
     """
     PLANES: gl.constexpr = D if JOINT else 1
@@ -338,7 +411,7 @@ def specialised_kernel(
                     M, N, KP, span, a_batch, b_batch, total_plane,
                     out_b, out_m, out_n, bias_b, bias_m, bias_n, has_bias, length,
                     whole, rest, part_span,
-                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST,
+                    D, BM, BN, BK, GROUP, STAGES, JOINT, L, WORDS, BIAS, CAUSAL, REST, ROWS,
                 ),
             ),
             (

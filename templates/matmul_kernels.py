@@ -73,18 +73,34 @@ def _rounded_words(high, low):
 
 
 @triton.jit
-def _scaled(rounded, ea, eb):
+def _moderate(ea, eb):
+    """Whether `_scaled_at_once` holds: all exponents in [-100, 60]."""
+    return (tl.max(tl.abs(ea + 20), axis=0) <= 80) & (tl.max(tl.abs(eb + 20), axis=0) <= 80)
+
+
+@triton.jit
+def _scaled_at_once(rounded, ea, eb):
+    """What `_scaled` gives for moderate exponents: a row's and a column's power of two do the same, since nothing
+    is clamped, the first product is exact and the second one rounds as the definition's second does."""
+    return rounded * kernels._power_of_two(ea)[:, None] * kernels._power_of_two(eb)[None, :]
+
+
+@triton.jit
+def _scaled_in_steps(rounded, ea, eb):
     """(RN(T) 2^h) 2^(k-h), k = ea + eb clamped to +-250, h = floor(k / 2)."""
-    # With exponents in [-100, 60] a row's and a column's power of two do the same: nothing is
-    # clamped, the first product is exact and the second one rounds as the definition's second does.
-    if (tl.max(tl.abs(ea + 20), axis=0) <= 80) & (tl.max(tl.abs(eb + 20), axis=0) <= 80):
-        c = rounded * kernels._power_of_two(ea)[:, None] * kernels._power_of_two(eb)[None, :]
+    exponent = ea[:, None] + eb[None, :]
+    k = tl.minimum(tl.maximum(exponent, -250), 250)
+    half = k >> 1
+    c = rounded * kernels._power_of_two(half) * kernels._power_of_two(k - half)
+    return tl.where(exponent > _POISONED, float("nan"), c)
+
+
+@triton.jit
+def _scaled(rounded, ea, eb):
+    if _moderate(ea, eb):
+        c = _scaled_at_once(rounded, ea, eb)
     else:
-        exponent = ea[:, None] + eb[None, :]
-        k = tl.minimum(tl.maximum(exponent, -250), 250)
-        half = k >> 1
-        c = rounded * kernels._power_of_two(half) * kernels._power_of_two(k - half)
-        c = tl.where(exponent > _POISONED, float("nan"), c)
+        c = _scaled_in_steps(rounded, ea, eb)
     return c
 
 
@@ -161,19 +177,22 @@ def _store_zeros(out_ptr, m, n, M, N, out_m, out_n):
 
 
 @triton.jit
-def _store_result(
-    rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
-    out_m, out_n, bias_m, bias_n, has_bias, BIAS: tl.constexpr, length=1, CAUSAL: tl.constexpr = 0,
-):  # fmt: skip
-    """Scale in two exact steps, add the bias, round to the output type, store; +0 beyond."""
-    c = _with_bias(_scaled(rounded, ea, eb), bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS)
+def _with_zeros(c, m, n, length, CAUSAL: tl.constexpr):
+    """c, but +0 where a key is beyond its query; CAUSAL as of `gemm_kernel`."""
     if CAUSAL == 1:
         c = tl.where(n[None, :] > (m % length)[:, None], 0.0, c)
     elif CAUSAL == 2:
         c = tl.where(m[:, None] > (n % length)[None, :], 0.0, c)
+    return c
+
+
+@triton.jit
+def _canonical(c, element: tl.constexpr):
+    """c rounded to the type `element`.
+
+    Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
+    """
     nan = c != c
-    element: tl.constexpr = out_ptr.dtype.element_ty
-    # Narrow types are made from bits, so that NaN has one pattern (and an interpreter agrees).
     if element == tl.bfloat16:
         bits = c.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -184,6 +203,17 @@ def _store_result(
     else:
         bits = c.to(tl.int32, bitcast=True)
         value = tl.where(nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _store_result(
+    rounded, ea, eb, out_ptr, bias_ptr, m, n, M, N,
+    out_m, out_n, bias_m, bias_n, has_bias, BIAS: tl.constexpr, length=1, CAUSAL: tl.constexpr = 0,
+):  # fmt: skip
+    """Scale in two exact steps, add the bias, round to the output type, store; +0 beyond."""
+    c = _with_bias(_scaled(rounded, ea, eb), bias_ptr, m, n, M, N, bias_m, bias_n, has_bias, BIAS)
+    value = _canonical(_with_zeros(c, m, n, length, CAUSAL), out_ptr.dtype.element_ty)
     mask = (m < M)[:, None] & (n < N)[None, :]
     offset = m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
     tl.store(out_ptr + offset, value, mask=mask)
@@ -745,7 +775,8 @@ def multiply_digits(
             constants["maxnreg"] = 128  # two programs a multiprocessor
         recipe.launch(
             matmul_hopper.specialised_kernel, min(grid, plan.programs or grid), *arguments, grid,
-            **constants, STAGES=plan.stages, NUM_WARPS=plan.warps, num_warps=plan.warps,
+            **constants, ROWS=kept == 0 and strides[2] == 1 and along != 2,
+            STAGES=plan.stages, NUM_WARPS=plan.warps, num_warps=plan.warps,
         )  # fmt: skip
     else:
         recipe.launch(
