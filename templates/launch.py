@@ -83,7 +83,7 @@ class Plan:
 
     def rest(self, tiles: int) -> int:
         """How many of so many tiles, over all batches, are cut in parts: the last ones."""
-        return tiles % self.places if self.parts > 1 and self.splits == 1 else 0
+        return tiles % self.places if self.parts > 1 and self.places and self.splits == 1 else 0
 
     def cut(self, padded: int) -> tuple[int, int]:
         """In how many parts of how many indices of the contraction they are cut; the last may be shorter."""
@@ -182,7 +182,7 @@ def exponents_tile(rows: int, side_by_side: bool) -> Tile:
     """Of balanced rows: an atomic for every `steps` blocks of one."""
     if not side_by_side:
         return Tile(4, 1024, 8)
-    return Tile(64, 32, 4, 4) if rows <= 16384 else Tile(256, 16, 8, 8)
+    return Tile(64, 32, 4, 8) if rows <= 16384 else Tile(256, 16, 8, 8)
 
 
 def digits_tile(side_by_side: bool) -> Tile:
