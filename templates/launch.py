@@ -164,7 +164,7 @@ def rows_tile(rows: int, k: int, side_by_side: bool, warps: int) -> Tile:
         return Tile(8, 512, warps)
     if k <= 1024:
         return Tile(8, 256, warps)
-    return Tile(4, 512, warps) if k <= 8192 else Tile(2, 1024, warps)
+    return Tile(4, 512, warps) if k <= 8192 else Tile(4, 1024, warps)
 
 
 def maxima_tile(k: int, side_by_side: bool) -> Tile:
