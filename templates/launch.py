@@ -331,20 +331,20 @@ _PARTS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16)
 
 # Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H200 at 2048^3 to
 # 8192^3, 8192 and 16384 x 3072 x 768, 16384 x 768 x 3072 and the products of GPT-2 with 4096 tokens; what isn't
-# specialised (but X3's 128 x 64), and X2's of 64 x 128 x 128, to an H100. Small tiles with two programs a
+# specialised (but X3's 128 x 64), to an H100. Small tiles with two programs a
 # multiprocessor multiply while others store, and programs that go on load while they store. X3's of 64 x 64 were
 # timed at 96 x 512 x 512 x 64 alone, attention's scores: 122 us beside 124, 136 and 179 (H100).
 _HOPPER = {
     16: {
-        Plan(128, 128, 128, 8, 3, joint=True, tma=True, specialised=True, programs=1): Cost(0.0097, 5.8),
+        Plan(128, 128, 64, 8, 6, joint=True, tma=True, specialised=True, programs=1): Cost(0.0095, 4.4, 1, 3.0),
         Plan(128, 128, 128, 8, 3, joint=True, tma=True): Cost(0.0124, 4.6),
-        Plan(64, 128, 128, 4, 3, joint=True, tma=True, specialised=True): Cost(0.0050, 5.5, 1, 2.0),
-        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True, programs=2): Cost(0.0096, 4.1, 2),
+        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True): Cost(0.0048, 2.5, 1, 4.0),
+        Plan(64, 128, 64, 4, 4, joint=True, tma=True, specialised=True, programs=2): Cost(0.0104, 1.8, 2, 2.0),
         Plan(64, 64, 128, 4, 3, joint=True, tma=True): Cost(0.0056, 4.2, 2),
         Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0289, 15.4),
     },
     24: {
-        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True, programs=1): Cost(0.0217, 4.5),
+        Plan(128, 128, 64, 8, 4, joint=True, tma=True, specialised=True, programs=1): Cost(0.0208, 6.8),
         Plan(128, 64, 128, 8, 3, joint=True, tma=True): Cost(0.0142, 3.9),
         Plan(64, 64, 64, 4, 4, joint=True, tma=True): Cost(0.0200, 3.6, 2, 5.0),
         Plan(128, 256, 128, 16, 3, tma=True): Cost(0.0636, 19.3),
