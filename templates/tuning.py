@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 CANDIDATES = 16  # plans that are timed for a product, the most promising by the model
 _RUNS = 11
+_ASLEEP = (1 << 20, 1 << 26)  # cycles, at first and at most: 0.5 and 35 ms
 
 
 class Product(NamedTuple):
@@ -125,16 +126,21 @@ class _Trial:
         buffers = {A: None, B: None, BIAS: None, OUT: out, WORK: work.random_(0, 256), ZEROS: zeros}
         for operand in self.operands:
             view(buffers, operand.exponents).zero_()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_RUNS)]
+        events, asleep = [], _ASLEEP[0]
         try:
             self.recipe.run(buffers)
-            for begin, end in events:
-                torch.cuda._sleep(1_000_000)  # while Python launches
+            while len(events) < _RUNS:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(asleep)  # while Python launches
                 begin.record()
                 if zeros is not None:
                     zeros.zero_()
                 self.recipe.run(buffers)
                 end.record()
+                if begin.query() and asleep < _ASLEEP[1]:  # the GPU waited for a host that others kept busy
+                    asleep *= 2
+                else:
+                    events.append((begin, end))
             torch.cuda.synchronize()
         except OutOfResources:
             return None
