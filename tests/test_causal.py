@@ -348,6 +348,8 @@ for dtype, window in ((torch.bfloat16, 16), (torch.float32, 24)):
         cases += [(a, b, "keys", 512), (a.mT, b, "keys", -512)]
     else:
         cases += [(a, b, "keys", 512), (a.mT, b, "keys", -512), (long[0], b, "keys", 512), (long[0].mT, long[1], "keys", -512)]
+    if {capability} < 90:  # each kind with one of the types
+        cases = cases[dtype is torch.float32 :: 2]
     for x, y, balance, causal in cases:
         recipe = matmul_kernels.prepare(x, y, window, balance, None, device="cuda", causal=causal)
         recipe.warm((x.dtype, y.dtype, None, torch.float32))
@@ -360,7 +362,7 @@ print(len(names), *sorted(set(names)))
 def test_kernels_compile_for_gpus_that_are_not_here(capability):
     pytest.importorskip("triton")
     names = printed(OFFLINE.format(capability=capability)).split()
-    assert names[0] == "14" and set(names[1:]) == {"gemm_kernel", "product_kernel", *(["specialised_kernel"] if capability == 90 else [])}
+    assert names[0] == ("14" if capability == 90 else "7") and set(names[1:]) == {"gemm_kernel", "product_kernel", *(["specialised_kernel"] if capability == 90 else [])}
 
 
 @pytest.mark.gpu

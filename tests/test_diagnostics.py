@@ -3,8 +3,6 @@ import os
 import pathlib
 import pickle
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -15,6 +13,8 @@ from carbon_compile.codes import CODES, FIX, LOST, WHY, find_code, find_codes, p
 from carbon_compile.diagnostics import Diagnostic, Policy, Refused, Report, locate
 from carbon_compile.graph_lint import lint
 from carbon_compile.location import clean_module_path, operator_name, stack_frames, user_frame
+
+from .forks import Forks
 
 EXAMPLES = [(code, i, example) for code in CODES for i, example in enumerate(page(code).examples())]
 
@@ -105,11 +105,10 @@ def run_script(with_entry_point, tmp_path_factory):
     def run(source):
         folder = tmp_path_factory.mktemp("script")
         (folder / "example.py").write_text(source)
-        command = [sys.executable, "example.py"]
-        done = subprocess.run(command, env=with_entry_point, cwd=folder, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
+        return forks.run("example.py", folder)
 
-    return run
+    with Forks("import torch._inductor.compile_fx", with_entry_point) as forks:
+        yield run
 
 
 @pytest.mark.parametrize("code,i,example", RUN_EXAMPLES, ids=ids(RUN_EXAMPLES))

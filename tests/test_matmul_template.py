@@ -522,14 +522,9 @@ def test_a_last_wave_is_cut_where_that_pays(window):
 # ---- kernels in the Triton interpreter ----
 
 INTERPRETED = """
+from tests.interpreter import patch
+patch()
 import torch
-from triton.runtime import interpreter
-patch = interpreter._patch_lang_tensor
-def patch_with_index(tensor, scope):  # numpy 2.4 no longer makes an integer of a one-element array
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patch_with_index
-
 from dataclasses import replace
 from carbon_compile.templates import launch, matmul, matmul_kernels, matmul_recipe, quantize
 from carbon_compile.templates import quantize_kernels as kernels
