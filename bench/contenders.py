@@ -69,6 +69,7 @@ def engines() -> dict[str, Engine]:
         "eager deterministic": Engine(deterministic=True),
         "inductor": Engine("inductor"),
         "inductor deterministic": settled,
+        "inductor+graphs": Engine("inductor", {"triton.cudagraphs": True}),
         "carbon": Engine("carbon"),
         "carbon+graphs": Engine("carbon", {"inductor": {"triton.cudagraphs": True}}),
         "carbon+optimizer": Engine("carbon", optimizer=True),
