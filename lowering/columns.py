@@ -6,13 +6,14 @@ norm's two sums are one pass. Where it is computed on the way, graph operations 
 Which of both is known when the final graph is: until then such a sum is one node.
 """
 
+import functools
 import math
 import operator
 
 import torch
 
 from . import prims as P
-from .registry import TEMPLATES, kernels
+from .registry import TEMPLATES, direct, kernels
 
 aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,11 +60,18 @@ def sum_leading(x, lead, dtype):
     return total if x.dim() == lead + 1 else aten.reshape.default(total, x.shape[lead:])
 
 
-def _in_one_kernel(*matrices):
-    from ..templates import column_sums
+@functools.cache
+def _templates():
+    from ..templates import column_sums  # needs Triton
 
-    first = matrices[0]
-    return first.device.type == "cuda" and 0 < first.shape[0] <= column_sums.LIMIT and first.shape[1] > 0
+    return column_sums
+
+
+def _in_one_kernel(x):
+    if not x.is_cuda:
+        return False
+    rows, columns = x.shape
+    return 0 < rows <= _templates().LIMIT and columns > 0
 
 
 def _rows(x):
@@ -73,9 +81,7 @@ def _rows(x):
 def _column_sum(x, *, dtype):
     if not _in_one_kernel(x):
         return P.squeeze(P.sum_of_graph(x, [0], dtype), [0])
-    from ..templates import column_sums
-
-    return column_sums.column_sum(_rows(x), dtype)
+    return _templates().column_sum(_rows(x), dtype)
 
 
 def _scale_gradient_of_graph(g, h, dtype):
@@ -83,22 +89,19 @@ def _scale_gradient_of_graph(g, h, dtype):
 
 
 def _norm_gradients(g, h, *, weight, bias):
-    if not _in_one_kernel(g, h):
+    if not _in_one_kernel(g):
         return _scale_gradient_of_graph(g, h, weight), _column_sum(g, dtype=bias)
-    from ..templates import column_sums
-
-    return column_sums.norm_gradients(_rows(g), _rows(h), weight, bias)
+    return _templates().norm_gradients(_rows(g), _rows(h), weight, bias)
 
 
 def _scale_gradient(g, h, *, dtype):
-    if not _in_one_kernel(g, h):
+    if not _in_one_kernel(g):
         return _scale_gradient_of_graph(g, h, dtype)
-    from ..templates import column_sums
-
-    return column_sums.norm_gradients(_rows(g), _rows(h), dtype, None)[0]
+    return _templates().norm_gradients(_rows(g), _rows(h), dtype, None)[0]
 
 
-_operator = kernels("3")
+def _operator(schema, implementation, fake):
+    return direct(kernels("3")(schema, implementation, fake), implementation)
 
 
 COLUMN_SUM = _operator(

@@ -215,13 +215,14 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     """Of a matrix [M, N], or of the product of two: 128 bytes or more of a row, as many programs as run together.
 
     `itemsize`: bytes of an element, of both matrices' together; `sums`: one, or with the products' the first
-    matrix's own. In the first launch a thread adds four neighbours of a row at a time. Slabs are of no more than
-    2048 rows, hence 128 or fewer.
+    matrix's own. In the first launch a thread adds four neighbours of a row at a time; nothing spills. Slabs are of
+    2048 rows or hardly more, hence 128 or fewer.
     """
     columns, warps = min(64, max(16, _power_of_two(n))), 4
     unroll, (programs, registers) = 4, (3, 168) if sums == 2 else (4, 128)
     rows = 4 * 32 * warps // columns
-    span = max(-(-m // _slabs(m, -(-n // columns), programs * hw.sms)), 64)
+    step = rows * unroll  # the first step's rows tell the magnitudes of the others, so it is a whole one
+    span = -(-m // (_slabs(m, -(-n // columns), programs * hw.sms) * step)) * step
     return Slab(columns, span, rows, warps, unroll, registers, 16, 128 * warps // 16, 4 * hw.sms, hw.capability[0] >= 9)
 
 
