@@ -44,14 +44,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from carbon_compile.templates import launch
-from carbon_compile.templates.matmul_recipe import BIAS, OUT, WORK, A, B, Block, Recipe, hooked
+from carbon_compile.templates.matmul_recipe import (
+    BIAS,
+    OUT,
+    RECEIVED,
+    WORK,
+    A,
+    B,
+    Block,
+    Recipe,
+    hooked,
+)
 from carbon_compile.templates.sum_kernels import store_bits
 
 LIMIT = 1 << 18  # rows: 128 slabs
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# Buffers: g, h, bias's gradient, weight's gradient, scratch.
+# Buffers: g, h, bias's gradient, weight's gradient, scratch; and what h is made of, besides x in its place.
 _G, _H, _BIAS, _WEIGHT = A, B, BIAS, OUT
+_MEAN, _FACTOR = RECEIVED, RECEIVED + 1
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -119,6 +130,39 @@ def _first_tiles(ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constex
     return tiles
 
 
+@triton.jit
+def _first_rows(ptr, i, end, BM: tl.constexpr, UNROLL: tl.constexpr):
+    """A number for each row i, and for those of UNROLL - 1 more tiles; 0 outside."""
+    rows = ()
+    for u in tl.static_range(UNROLL):
+        rows = rows + (tl.load(ptr + i + u * BM, mask=i + u * BM < end, other=0),)
+    return rows
+
+
+@triton.jit
+def _h(x, mean, factor, STATS: tl.constexpr):
+    """What g is multiplied by: x, or x less its rows' means (STATS = 2) times their factors (STATS > 0)."""
+    h = x.to(tl.float32)
+    if STATS == 2:
+        h = h - mean[:, None]
+    if STATS > 0:
+        h = h * factor[:, None]
+    return h
+
+
+@triton.jit
+def _first_h(x_ptr, mean_ptr, factor_ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, STATS: tl.constexpr):
+    """(tiles of x, their rows' means, factors); what is absent is stood in for."""
+    xs = _first_tiles(x_ptr, i, j, end, N, stride, BM, UNROLL)
+    means = xs
+    factors = xs
+    if STATS > 0:
+        factors = _first_rows(factor_ptr, i, end, BM, UNROLL)
+    if STATS == 2:
+        means = _first_rows(mean_ptr, i, end, BM, UNROLL)
+    return xs, means, factors
+
+
 # --- the first launch ---
 
 
@@ -128,16 +172,17 @@ def _magnitude_bits(v):
 
 
 @triton.jit
-def _limits(gs, hs, UNROLL: tl.constexpr, BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr):
+def _limits(gs, hs, UNROLL: tl.constexpr, BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr):
     """The exponents of the smallest elements expected to be whole terms of g, and of g h, by some rows of them."""
     top = tl.zeros(gs[0].shape, tl.int32)
     top_h = top
+    xs, means, factors = hs
     for u in tl.static_range(UNROLL):
         v = gs[u].to(tl.float32)
         if SHIFT:
             top = tl.maximum(top, _magnitude_bits(v))
         if SCALE:
-            top_h = tl.maximum(top_h, _magnitude_bits(v * hs[u].to(tl.float32)))
+            top_h = tl.maximum(top_h, _magnitude_bits(v * _h(xs[u], means[u], factors[u], STATS)))
     if SHIFT and SCALE:
         m, m_h = tl.split(tl.max(tl.join(top, top_h), axis=0))  # one reduction, for each waits for all warps
     else:
@@ -176,14 +221,20 @@ def _added(part, marks, v, w, limit, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr):
+def _both(
+    part, part_h, marks, marks_h, gs, hs, limit, limit_h,
+    u: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
     """Sums and marks with those of two tiles of g and of g h."""
     v = gs[u].to(tl.float32)
     w = gs[u + 1].to(tl.float32)
     if SHIFT:
         part, marks = _added(part, marks, v, w, limit, u == 0)
     if SCALE:
-        part_h, marks_h = _added(part_h, marks_h, v * hs[u].to(tl.float32), w * hs[u + 1].to(tl.float32), limit_h, u == 0)
+        xs, means, factors = hs
+        v = v * _h(xs[u], means[u], factors[u], STATS)
+        w = w * _h(xs[u + 1], means[u + 1], factors[u + 1], STATS)
+        part_h, marks_h = _added(part_h, marks_h, v, w, limit_h, u == 0)
     return part, part_h, marks, marks_h
 
 
@@ -208,15 +259,15 @@ def _keep(total, marks, added, floor, sums_ptr, tops_ptr, marks_ptr, at, inside)
 
 @triton.jit(do_not_specialize=["M", "span", "splits"])
 def slabs_kernel(
-    g_ptr, h_ptr, sums_ptr, tops_ptr, marks_ptr, uncertain_ptr, M, N, g_stride, h_stride, span, splits,
+    g_ptr, h_ptr, mean_ptr, factor_ptr, sums_ptr, tops_ptr, marks_ptr, uncertain_ptr, M, N, g_stride, h_stride, span, splits,
     BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
-    BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+    BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """What slabs of `span` rows, less than 2^16, hold: sums float64, largest magnitudes int32 and marks int32 [kinds,
     splits, N]; a mark is the number of elements, but zeros, below 2^s, and s + 256 in the upper half.
 
     Columns of g [M, N] (SHIFT) and of g h (SCALE) are summed: the kinds; rows of g and h are contiguous; EVEN: BN
-    divides N. Also a zero to the number of uncertain blocks.
+    divides N. STATS as of `_h`, mean and factor [M]. Also a zero to the number of uncertain blocks.
     """
     if not _INTERPRETED and cuda_capability_geq(9, 0):
         gdc_launch_dependents()  # once all programs have begun; without effect unless the second launch may overlap
@@ -234,12 +285,14 @@ def slabs_kernel(
     g_at = g_ptr + row * g_stride + j[None, :]
     h_at = h_ptr + row * h_stride + j[None, :]
     gs = _first_tiles(g_ptr, start + rows, j, full, N, g_stride, BM, UNROLL)
-    hs = gs
+    hs = gs, gs, gs
     if SCALE:
-        hs = _first_tiles(h_ptr, start + rows, j, full, N, h_stride, BM, UNROLL)
+        hs = _first_h(h_ptr, mean_ptr, factor_ptr, start + rows, j, full, N, h_stride, BM, UNROLL, STATS)
+    mean_at = mean_ptr + full + rows
+    factor_at = factor_ptr + full + rows
     if tl.program_id(0) == 0:
         tl.store(uncertain_ptr, 0)
-    floor, floor_h = _limits(gs, hs, UNROLL, BINADES, SHIFT, SCALE)
+    floor, floor_h = _limits(gs, hs, UNROLL, BINADES, SHIFT, SCALE, STATS)
     limit, limit_h = _twice_bits(floor), _twice_bits(floor_h)
     none = tl.zeros((BM, BN), tl.float64)
     total = none
@@ -250,17 +303,29 @@ def slabs_kernel(
         part = none
         part_h = none
         g_next = ()
-        h_next = ()
+        x_next = ()
+        mean_next = ()
+        factor_next = ()
         for u in tl.static_range(0, UNROLL, 2):  # the registers of tiles take the next ones as soon as they are added
-            part, part_h, marks, marks_h = _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u, SHIFT, SCALE)
+            part, part_h, marks, marks_h = _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u, SHIFT, SCALE, STATS)
             g_next = g_next + _tiles(g_at + u * BM * tl.cast(g_stride, tl.int64), j, N, g_stride, BM, 2, EVEN)
             if SCALE:
-                h_next = h_next + _tiles(h_at + u * BM * tl.cast(h_stride, tl.int64), j, N, h_stride, BM, 2, EVEN)
+                x_next = x_next + _tiles(h_at + u * BM * tl.cast(h_stride, tl.int64), j, N, h_stride, BM, 2, EVEN)
+            if STATS > 0:
+                factor_next = factor_next + (tl.load(factor_at + u * BM), tl.load(factor_at + (u + 1) * BM))
+            if STATS == 2:
+                mean_next = mean_next + (tl.load(mean_at + u * BM), tl.load(mean_at + (u + 1) * BM))
         gs = g_next
-        if SCALE:
-            hs = h_next
+        if SCALE and STATS == 2:
+            hs = x_next, mean_next, factor_next
+        elif SCALE and STATS == 1:
+            hs = x_next, x_next, factor_next
+        elif SCALE:
+            hs = x_next, x_next, x_next
         else:
-            hs = g_next
+            hs = g_next, g_next, g_next
+        mean_at += BM * UNROLL
+        factor_at += BM * UNROLL
         total += part
         total_h += part_h
         g_at += BM * UNROLL * tl.cast(g_stride, tl.int64)
@@ -268,7 +333,7 @@ def slabs_kernel(
     part = none
     part_h = none
     for u in tl.static_range(0, UNROLL, 2):
-        part, part_h, marks, marks_h = _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u, SHIFT, SCALE)
+        part, part_h, marks, marks_h = _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u, SHIFT, SCALE, STATS)
     total += part
     total_h += part_h
     at = split.to(tl.int64) * N + j
@@ -343,8 +408,9 @@ def _store(total, m, out_ptr, j, inside):
 
 @triton.jit(do_not_specialize=["M", "chunk", "chunks"])
 def again_kernel(
-    g_ptr, h_ptr, uncertain_ptr, magnitudes_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr, M, N, g_stride, h_stride, chunk, chunks,
-    BM: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+    g_ptr, h_ptr, mean_ptr, factor_ptr, uncertain_ptr, magnitudes_ptr, totals_ptr, arrived_ptr, weight_ptr, bias_ptr,
+    M, N, g_stride, h_stride, chunk, chunks,
+    BM: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """The sums that are uncertain, by their terms: `chunks` chunks of rows of each block of columns, by the programs in turn.
 
@@ -368,13 +434,15 @@ def again_kernel(
         for step in range(0, steps):
             i = start + step * BM * UNROLL + tl.arange(0, BM)
             gs = _first_tiles(g_ptr, i, j, end, N, g_stride, BM, UNROLL)
-            hs = gs
+            xs = gs
+            means = gs
+            factors = gs
             if SCALE:
-                hs = _first_tiles(h_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL)
+                xs, means, factors = _first_h(h_ptr, mean_ptr, factor_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL, STATS)
             for u in tl.static_range(UNROLL):
                 v = gs[u].to(tl.float32)
                 if SCALE:
-                    v = v * tl.where(scaled, hs[u].to(tl.float32), 1.0)
+                    v = v * tl.where(scaled, _h(xs[u], means[u], factors[u], STATS), 1.0)
                 sums = _terms(sums, v, power, low)
         tl.atomic_add(totals_ptr + at, _total(sums, low, shift, steps * UNROLL), mask=wanted, sem="relaxed")
         tl.debug_barrier()  # all threads have added before the chunk counts as arrived
@@ -460,38 +528,47 @@ def column_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
     return _run(g, None, None, dtype)[1]
 
 
-def norm_gradients(g: Tensor, h: Tensor, weight: torch.dtype, bias: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def norm_gradients(
+    g: Tensor, h: Tensor, weight: torch.dtype, bias: torch.dtype | None, mean: Tensor | None = None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Exact sums over rows of g h and, with a type `bias`, of g: ([N] in type `weight`, [N] in `bias` or None).
 
-    g and h [M, N], as in `column_sum`, of equal or different types.
+    g and h [M, N], as in `column_sum`, of equal or different types. With `factor`, h is (x - mean) factor of the x in
+    its place, in binary32, or x factor without `mean`: both M numbers in float32, contiguous.
     """
-    return _run(g, h, weight, bias)
+    return _run(g, h, weight, bias, mean, factor)
 
 
-def warmable(g: Tensor, h: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device):
-    """(recipe, types of its buffers) to compile before such a sum is launched on a device; meta tensors will do."""
-    recipe = _chosen(g, h, weight is not None, bias is not None, device)
-    return recipe, (g.dtype, None if h is None else h.dtype, bias, weight, None, None)
+def warmable(g: Tensor, h: Tensor | None, weight: torch.dtype | None, bias: torch.dtype | None, device: torch.device, stats: int = 0):
+    """(recipe, types of its buffers) to compile before such a sum is launched on a device; meta tensors will do.
+
+    stats: 1 with a `factor` of `norm_gradients`, 2 with a `mean` too.
+    """
+    recipe = _chosen(g, h, weight is not None, bias is not None, stats, device)
+    return recipe, (g.dtype, None if h is None else h.dtype, bias, weight, None, None, torch.float32, torch.float32)
 
 
 _prepared: dict[tuple, Recipe] = {}
 _PREPARED = 4096
 
 
-def _run(g, h, weight, bias):
-    buffers = [g, h, None, None, None, None]
+def _run(g, h, weight, bias, mean=None, factor=None):
+    buffers = [g, h, None, None, None, None, mean, factor]
     n, device = g.shape[1], g.device
     if weight is not None:
         buffers[_WEIGHT] = torch.empty(n, dtype=weight, device=device)
     if bias is not None:
         buffers[_BIAS] = torch.empty(n, dtype=bias, device=device)
-    signature = (weight, bias, *((t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device()) for t in (g, h) if t is not None))
+    stats = 0 if factor is None else 1 if mean is None else 2
+    addresses = [0 if t is None else t.data_ptr() for t in buffers]
+    rest = 0 if h is None else (h.stride(), h.dtype, addresses[_H] & 15, addresses[_MEAN] & 15, addresses[_FACTOR] & 15)
+    signature = (weight, bias, stats, g.shape, g.stride(), g.dtype, addresses[_G] & 15, g.get_device(), rest)
     recipe = _prepared.get(signature)
     if recipe is None:
-        recipe = _chosen(g, h, weight is not None, bias is not None)
+        recipe = _chosen(g, h, weight is not None, bias is not None, stats)
     buffers[WORK] = torch.empty(recipe.sizes[WORK], dtype=torch.uint8, device=device)
-    addresses = [0 if t is None else t.data_ptr() for t in buffers]
-    aligned = not any(address & 15 for address in addresses[2:])
+    addresses[WORK] = buffers[WORK].data_ptr()
+    aligned = not (addresses[_WEIGHT] | addresses[_BIAS] | addresses[WORK]) & 15
     if aligned and recipe.replays and g.get_device() == _current_device() and not hooked():
         recipe.replay(addresses, _current_stream(g.get_device()))
     else:
@@ -504,14 +581,14 @@ def _run(g, h, weight, bias):
     return buffers[_WEIGHT], buffers[_BIAS]
 
 
-def _chosen(g, h, scale, shift, device=None):
+def _chosen(g, h, scale, shift, stats=0, device=None):
     """The launches of `narrow_sums` for a 16-bit matrix alone, whose terms mostly need no rounding; else this file's."""
     from carbon_compile.templates import narrow_sums
 
-    return _recipe(g, h, scale, shift, device) if scale or g.dtype not in narrow_sums.TYPES else narrow_sums.recipe(g, device)
+    return _recipe(g, h, scale, shift, stats, device) if scale or g.dtype not in narrow_sums.TYPES else narrow_sums.recipe(g, device)
 
 
-def _recipe(g, h, scale, shift, device=None):
+def _recipe(g, h, scale, shift, stats=0, device=None):
     """All three launches. What is absent is stood in for by g, and not touched."""
     (m, n), kinds = g.shape, scale + shift
     plan = launch.column_sums_plan(m, n, sum(t.element_size() for t in (g, h) if t is not None), kinds, launch.hardware(device or g.device))
@@ -521,7 +598,7 @@ def _recipe(g, h, scale, shift, device=None):
     uncertain = recipe.reserve(1 + kinds * blocks, torch.int32)
     again = [uncertain, recipe.reserve(kinds * n, torch.int32), recipe.reserve(kinds * n, torch.int64), recipe.reserve(kinds * blocks, torch.int32)]
     g_block = Block(_G)
-    operands = [g_block, Block(_H) if scale else g_block]
+    operands = [g_block, Block(_H) if scale else g_block, Block(_MEAN) if stats == 2 else g_block, Block(_FACTOR) if stats else g_block]
     outputs = [Block(_WEIGHT) if scale else g_block, Block(_BIAS) if shift else g_block]
     strides = [g.stride(0), h.stride(0) if scale else 0]
     binades = BINADES[g.dtype if shift else torch.float32]
@@ -529,7 +606,7 @@ def _recipe(g, h, scale, shift, device=None):
     overlap = {"launch_pdl": True} if plan.overlap else {}
     recipe.launch(
         slabs_kernel, tiles * splits, *operands, *held, uncertain, m, n, *strides, plan.span, splits, **options, maxnreg=plan.registers,
-        BM=plan.rows, BN=plan.columns, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0), BINADES=binades,
+        BM=plan.rows, BN=plan.columns, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0), BINADES=binades, STATS=stats,
     )  # fmt: skip
     recipe.launch(
         settle_kernel, kinds * blocks, *held, *again, *outputs, m, n, splits, _additions(plan, splits), (m - 1).bit_length(), **options, **overlap,
@@ -538,7 +615,7 @@ def _recipe(g, h, scale, shift, device=None):
     chunk = triton.cdiv(m, 8192) * 4 * plan.again
     recipe.launch(
         again_kernel, plan.programs, *operands, *again, *outputs, m, n, *strides, chunk, triton.cdiv(m, chunk), **options, **overlap,
-        BM=plan.again, BLOCK=plan.block, UNROLL=4,
+        BM=plan.again, BLOCK=plan.block, UNROLL=4, STATS=stats,
     )  # fmt: skip
     return recipe
 

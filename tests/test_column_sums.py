@@ -80,6 +80,10 @@ def compare_norms(device):
                     assert (found[1] is None) == (bias_type is None)
                     if bias_type is not None:
                         assert_bitwise(found[1].cpu(), bias)
+                    stats = [t if t is None else t.to(device) for t in (average, rstd)]
+                    made = column_sums.norm_gradients(g.to(device), x.to(device), h_type, bias_type, *stats)  # of x itself
+                    assert_bitwise(made[0].cpu(), weight)
+                    assert bias_type is None or (assert_bitwise(made[1].cpu(), bias) is None)
             narrow = column_sums.norm_gradients(g.to(device), x.to(device), h_type, None)[0]  # h in any type is widened
             assert_bitwise(narrow.cpu(), P.sum(P.mul(g.float(), x.float()), [0], dtype=h_type))
 
@@ -374,7 +378,7 @@ def placed(monkeypatch):
 
     def placing(gm):
         place(gm)
-        found.extend(str(n.target).removeprefix("carbon.").removesuffix(".default") for n in gm.graph.nodes if n.target in (*columns._OURS, columns.NORM_GRADIENTS))
+        found.extend(str(n.target).removeprefix("carbon.").removesuffix(".default") for n in gm.graph.nodes if n.target in (*columns._OURS, *columns._SCALES.values()))
         gm.graph.lint()
 
     monkeypatch.setattr(columns, "on_gpu", lambda x: True)
@@ -394,7 +398,7 @@ def test_gradients_of_a_model(placed, monkeypatch, autocast, dynamic):
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         assert_bitwise(ours, step(torch.compile(module, backend="carbon", dynamic=dynamic), x, autocast))
-    assert sorted(placed) == ["column_sum", "column_sum", "norm_gradients", "norm_scale_gradient"]
+    assert sorted(placed) == ["column_sum", "column_sum", "norm_gradients_of", "norm_scale_gradient_of"]
 
 
 def test_what_is_computed_on_the_way_stays_in_the_graph(placed):
