@@ -1,8 +1,8 @@
 """Sums over the leading dimensions of a matrix on a GPU (contract section 3): bias and norm gradients.
 
 A sum reads its operand twice, and Inductor cuts a sum of columns in two stages: four launches. Where the
-operand lies in memory anyway, kernels of ours take two and read it once (`templates.column_sums`), and a
-norm's two sums are one pass. Where it is computed on the way, graph operations fuse with what computes it.
+operand lies in memory anyway, kernels of ours mostly read it once (`templates.column_sums`), and a norm's
+two sums are one pass, which makes h, x in standard units, of x as it lies in memory. Where it is computed on the way, graph operations fuse with what computes it.
 Which of both is known when the final graph is: until then such a sum is one node.
 """
 

@@ -2,7 +2,8 @@
 
 Computes     bias_j   = the exact sum of g_ij over rows i
              weight_j = the exact sum of g_ij h_ij, each product rounded to binary32: a norm's
-                        gradients, h its input in standard units. Either, or both in one pass
+                        gradients, h its input in standard units, or made of that, (x_ij - mean_i)
+                        factor_i in binary32. Either, or both in one pass
 Order        none: what depends on it is used only where it cannot show
 Invariant to tiles, splits, threads, devices, strides
 Rounds at    each operation on operands; each term, to 38 bits below the largest magnitude; the
