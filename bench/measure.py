@@ -50,7 +50,7 @@ class Clock:
     """Times calls on a device.
 
     CUDA: events around the call, on a GPU that has just overwritten its caches several times. That takes
-    about 1 ms, by which the host is ahead when the call's first kernel starts; a call that takes the host
+    1 to 2 ms, by which the host is ahead when the call's first kernel starts; a call that takes the host
     longer than that is timed with its waits for the host, as it would be in a program. CPU: wall clock.
     """
 

@@ -29,7 +29,6 @@ from .location import lines
 from .lowering import (
     columns,
     composites,
-    matmul,
     optimizer,
     padding,
     partial,
@@ -216,7 +215,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         left = [n for n in offenders(gm.graph) if n.target not in region.stock]
         if left:
             raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
-        matmul.call_products_directly()
+        registry.call_kernels_directly()
         if region.keeps and kwargs.get("is_inference"):
             return compile_keeping(region, gm, example_inputs, **kwargs)
         padding.place(gm, example_inputs)

@@ -31,7 +31,7 @@ def start(graph, tune="off"):
 
         device = (calls or sums or kept or softmaxes)[0][0]
         plans = _plans() if tune == "on" else None
-        others = [column_sums.warmable(*call[1:], device) for call in sums if call[0] == device]
+        others = [column_sums.warmable(*call[1:5], device, call[5]) for call in sums if call[0] == device]
         others += [warmable(*call, device) for on, warmable, call in kept if on == device]
         others += [attention_softmax.warmable(*call[1:]) for call in softmaxes if call[0] == device]
         compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans, others)
@@ -75,15 +75,18 @@ def _product(node):
 
 
 def _column_sum(node):
-    """(device, g, h, types of the results) of a node that sums columns on CUDA, with known sizes, else None."""
+    """(device, g, h, types of the results, numbers a row that h is made by) of a node that sums columns on CUDA, with known sizes, else None."""
     types = _SUMS.get(str(node.target)) if node.op == "call_function" else None
     if types is None:
         return None
-    g, h = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (*node.args, None)][:2]
+    g, h, mean, factor = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (*node.args, None, None, None)][:4]
     tensors = [t for t in (g, h) if t is not None]
-    if g.device.type != "cuda" or not all(_known(t) and t.stride(1) == 1 for t in tensors):
+    if g.device.type != "cuda" or not all(_known(t) and t.stride(-1) == 1 for t in tensors):
         return None
-    return (g.device, _bare(g), _bare(h), *(node.kwargs.get(name) for name in types))
+    h = _bare(h)
+    if h is not None and h.dim() != 2:
+        h = h.reshape(g.shape)
+    return (g.device, _bare(g), h, *(node.kwargs.get(name) for name in types), (factor is not None) + (mean is not None))
 
 
 def _kept(node):
@@ -116,6 +119,8 @@ _SUMS = {
     "carbon.column_sum.default": ("", "dtype"),
     "carbon.norm_scale_gradient.default": ("dtype", ""),
     "carbon.norm_gradients.default": ("weight", "bias"),
+    "carbon.norm_scale_gradient_of.default": ("dtype", ""),
+    "carbon.norm_gradients_of.default": ("weight", "bias"),
 }
 
 

@@ -15,9 +15,9 @@ from . import policy, random, softmax
 from . import prims as P
 from .columns import on_gpu
 from .composed import compose, derivative
-from .matmul import BMM, define_product, direct
+from .matmul import BMM, define_product
 from .pointwise import LIBRARY
-from .registry import Refusal, composite, kernels, refuse
+from .registry import Refusal, composite, direct, kernels, refuse
 
 # The last argument of these products, and of `carbon::bmm`, is `causal` of `exact_bmm`. Attention leaves it 0: where
 # a graph shows what is zero, `recognise.causal_products` sets it, and no bit of attention depends on it.

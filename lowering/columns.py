@@ -1,18 +1,19 @@
 """Sums over the leading dimensions of a matrix on a GPU (contract section 3): bias and norm gradients.
 
 A sum reads its operand twice, and Inductor cuts a sum of columns in two stages: four launches. Where the
-operand lies in memory anyway, kernels of ours take two and read it once (`templates.column_sums`), and a
-norm's two sums are one pass. Where it is computed on the way, graph operations fuse with what computes it.
+operand lies in memory anyway, kernels of ours mostly read it once (`templates.column_sums`), and a norm's
+two sums are one pass, which makes h, x in standard units, of x as it lies in memory. Where it is computed on the way, graph operations fuse with what computes it.
 Which of both is known when the final graph is: until then such a sum is one node.
 """
 
+import functools
 import math
 import operator
 
 import torch
 
 from . import prims as P
-from .registry import TEMPLATES, kernels
+from .registry import TEMPLATES, direct, kernels
 
 aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,11 +60,18 @@ def sum_leading(x, lead, dtype):
     return total if x.dim() == lead + 1 else aten.reshape.default(total, x.shape[lead:])
 
 
-def _in_one_kernel(*matrices):
-    from ..templates import column_sums
+@functools.cache
+def _templates():
+    from ..templates import column_sums  # needs Triton
 
-    first = matrices[0]
-    return first.device.type == "cuda" and 0 < first.shape[0] <= column_sums.LIMIT and first.shape[1] > 0
+    return column_sums
+
+
+def _in_one_kernel(x):
+    if not x.is_cuda:
+        return False
+    rows, columns = x.shape
+    return 0 < rows <= _templates().LIMIT and columns > 0
 
 
 def _rows(x):
@@ -73,9 +81,7 @@ def _rows(x):
 def _column_sum(x, *, dtype):
     if not _in_one_kernel(x):
         return P.squeeze(P.sum_of_graph(x, [0], dtype), [0])
-    from ..templates import column_sums
-
-    return column_sums.column_sum(_rows(x), dtype)
+    return _templates().column_sum(_rows(x), dtype)
 
 
 def _scale_gradient_of_graph(g, h, dtype):
@@ -83,22 +89,44 @@ def _scale_gradient_of_graph(g, h, dtype):
 
 
 def _norm_gradients(g, h, *, weight, bias):
-    if not _in_one_kernel(g, h):
+    if not _in_one_kernel(g):
         return _scale_gradient_of_graph(g, h, weight), _column_sum(g, dtype=bias)
-    from ..templates import column_sums
-
-    return column_sums.norm_gradients(_rows(g), _rows(h), weight, bias)
+    return _templates().norm_gradients(_rows(g), _rows(h), weight, bias)
 
 
 def _scale_gradient(g, h, *, dtype):
-    if not _in_one_kernel(g, h):
+    if not _in_one_kernel(g):
         return _scale_gradient_of_graph(g, h, dtype)
-    from ..templates import column_sums
-
-    return column_sums.norm_gradients(_rows(g), _rows(h), dtype, None)[0]
+    return _templates().norm_gradients(_rows(g), _rows(h), dtype, None)[0]
 
 
-_operator = kernels("3")
+def _operator(schema, implementation, fake):
+    return direct(kernels("3")(schema, implementation, fake), implementation)
+
+
+def _standard(x, mean, rstd):
+    """x in standard units, as `norm` makes them."""
+    return P.mul(x if mean is None else P.sub(x, mean), rstd)
+
+
+def _scale_gradient_of_graph_of(g, x, mean, rstd, dtype):
+    return _scale_gradient_of_graph(g, aten.reshape.default(_standard(x, mean, rstd), g.shape), dtype)
+
+
+def _norm_gradients_of(g, x, mean, rstd, *, weight, bias):
+    if not _in_one_kernel(g):
+        return _scale_gradient_of_graph_of(g, x, mean, rstd, weight), _column_sum(g, dtype=bias)
+    return _templates().norm_gradients(_rows(g), _rows(x if x.dim() == 2 else x.reshape(g.shape)), weight, bias, _flat(mean), _flat(rstd))
+
+
+def _scale_gradient_of(g, x, mean, rstd, *, dtype):
+    if not _in_one_kernel(g):
+        return _scale_gradient_of_graph_of(g, x, mean, rstd, dtype)
+    return _templates().norm_gradients(_rows(g), _rows(x if x.dim() == 2 else x.reshape(g.shape)), dtype, None, _flat(mean), _flat(rstd))[0]
+
+
+def _flat(t):
+    return t if t is None or t.is_contiguous() else t.contiguous()
 
 
 COLUMN_SUM = _operator(
@@ -113,23 +141,42 @@ NORM_GRADIENTS = _operator(
     "norm_gradients(Tensor g, Tensor h, *, ScalarType weight, ScalarType bias) -> (Tensor, Tensor)", _norm_gradients,
     lambda g, h, *, weight, bias: (g.new_empty(g.shape[1], dtype=weight), g.new_empty(g.shape[1], dtype=bias)),
 )  # fmt: skip
+# The same two of what h is made of: x of any shape whose last dimensions fold into the columns of g [M, N], and mean,
+# if any, and factor of its rows, which broadcast against it. A backward pass that needs h can then make it of what is
+# kept for this one, and x is in memory before.
+SCALE_GRADIENT_OF = _operator(
+    "norm_scale_gradient_of(Tensor g, Tensor x, Tensor? mean, Tensor rstd, *, ScalarType dtype) -> Tensor", _scale_gradient_of,
+    lambda g, x, mean, rstd, *, dtype: g.new_empty(g.shape[1], dtype=dtype),
+)  # fmt: skip
+NORM_GRADIENTS_OF = _operator(
+    "norm_gradients_of(Tensor g, Tensor x, Tensor? mean, Tensor rstd, *, ScalarType weight, ScalarType bias) -> (Tensor, Tensor)", _norm_gradients_of,
+    lambda g, x, mean, rstd, *, weight, bias: (g.new_empty(g.shape[1], dtype=weight), g.new_empty(g.shape[1], dtype=bias)),
+)  # fmt: skip
+
+
+def scale_gradient(g, x, mean, rstd, lead, dtype):
+    """Exact sum of g h over the first `lead` dimensions, h = x in standard units by mean, or 0 for None, and factor of its rows."""
+    g = as_matrix(g, lead)
+    if any(t is not None and t.dtype is not torch.float32 for t in (mean, rstd)):
+        return SCALE_GRADIENT(g, as_matrix(_standard(x, mean, rstd), lead), dtype=dtype)
+    return SCALE_GRADIENT_OF(g, x, mean, rstd, dtype=dtype)
 
 
 # --- the final graph ----------------------------------------------------------------------------------
 
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.t.default, aten.permute.default, aten.transpose.int,
           aten.squeeze.dims, aten.unsqueeze.default, aten.slice.Tensor, aten.alias.default, aten.detach.default, operator.getitem}  # fmt: skip
-_OURS = (COLUMN_SUM, SCALE_GRADIENT)
+_SCALES = {SCALE_GRADIENT: NORM_GRADIENTS, SCALE_GRADIENT_OF: NORM_GRADIENTS_OF}
+_OURS = (COLUMN_SUM, *_SCALES)
 
 
 def place(gm):
     """Decide on each sum of columns in a final graph, in place: a kernel of ours, or graph operations."""
     nodes, seen = [n for n in gm.graph.nodes if n.target in _OURS], {}
     for node in nodes:
-        operands = 1 if node.target is COLUMN_SUM else 2
-        sources = [seen[n] if n in seen else seen.setdefault(n, _narrowest(n)) for n in node.args[:operands]]
-        if all(_stored(n) for n in sources):
-            node.args = (*sources, *node.args[operands:])
+        sources = [n if n is None else seen[n] if n in seen else seen.setdefault(n, _narrowest(n)) for n in node.args]
+        if all(n is None or _stored(n) for n in sources):
+            node.args = tuple(sources)
     _pair([n for n in nodes if _taken(n)])
     for node in nodes:
         if node.users and not _taken(node):
@@ -140,7 +187,7 @@ def place(gm):
 
 
 def _taken(node):
-    return all(_stored(_base(n)) for n in node.args[: 1 if node.target is COLUMN_SUM else 2])
+    return all(n is None or _stored(_base(n)) for n in node.args)
 
 
 def _base(node):
@@ -186,13 +233,13 @@ def _widens(node):
 def _pair(nodes):
     """A norm's two sums of one gradient as one pass."""
     for node in nodes:
-        if node.target is not SCALE_GRADIENT:
+        if node.target not in _SCALES:
             continue
         partner = next((n for n in nodes if n.target is COLUMN_SUM and n.args[0] is node.args[0] and n.users), None)
         if partner is None:
             continue
         with node.graph.inserting_before(node):
-            both = node.graph.call_function(NORM_GRADIENTS, node.args, {"weight": node.kwargs["dtype"], "bias": partner.kwargs["dtype"]})
+            both = node.graph.call_function(_SCALES[node.target], node.args, {"weight": node.kwargs["dtype"], "bias": partner.kwargs["dtype"]})
             both.meta = {**node.meta, "val": (node.meta["val"], partner.meta["val"])}
             for i, n in enumerate((node, partner)):
                 result = node.graph.call_function(operator.getitem, (both, i))
@@ -212,7 +259,11 @@ def _behind(node):
 def _expand(gm, node):
     from carbon_compile import host
 
-    formula = (lambda x, dtype: P.squeeze(P.sum_of_graph(x, [0], dtype), [0])) if node.target is COLUMN_SUM else _scale_gradient_of_graph
+    formula = {
+        COLUMN_SUM: lambda x, dtype: P.squeeze(P.sum_of_graph(x, [0], dtype), [0]),
+        SCALE_GRADIENT: _scale_gradient_of_graph,
+        SCALE_GRADIENT_OF: _scale_gradient_of_graph_of,
+    }[node.target]
     given = [a for a in node.args if isinstance(a, torch.fx.Node)]
 
     def run(*tensors):

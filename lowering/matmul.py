@@ -10,40 +10,14 @@ import operator
 import torch
 import torch.nn.functional as F
 
-from .. import host
 from ..templates import kept as kept_templates
 from ..templates import matmul as templates
 from . import policy
 from . import prims as P
 from .pointwise import LIBRARY
-from .registry import composite, kernels, rule, template
+from .registry import composite, direct, kernels, rule, template
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-
-
-# Operations that compiled code calls by their attribute `direct`.
-DIRECT = []
-
-
-def direct(overload, implementation):
-    """Give `overload` the attribute `direct`, which does the same without the dispatcher wherever that
-    has nothing to do but to call `implementation`: for a small product its way there and back is the
-    larger part of the host's time. Compiled code calls it from then on."""
-
-    def call(*args):
-        if args[0].is_cuda and not host.watched():
-            return implementation(*args)
-        return overload(*args)
-
-    overload.direct = call
-    DIRECT.append(overload)
-    return overload
-
-
-def call_products_directly():
-    """Before a graph is lowered; again has no effect."""
-    for overload in DIRECT:
-        host.call_directly(overload, f"torch.ops.{overload._schema.name.replace('::', '.')}.default.direct")
 
 
 def define_product(name, section, schema, implementation, fake):

@@ -37,6 +37,14 @@ def _standard(x, mean, rstd):
     return P.mul(x if mean is None else P.sub(x, mean), rstd)
 
 
+def _standard_again(x, mean, rstd):
+    """The same bits by other operations: on a GPU a backward pass makes h of x, which its weight's gradient reads. As
+    operations of the forward pass their results are kept too, wherever PyTorch's partition takes them for dear."""
+    if not columns.on_gpu(x):
+        return _standard(x, mean, rstd)
+    return P.mul(rstd, x if mean is None else P.add(P.neg(mean), x))
+
+
 def _sum_to(t, like):
     """The sum of `t` over the dimensions along which `like` was broadcast, in the type of `like`."""
     lead = t.dim() - like.dim()
@@ -72,7 +80,7 @@ def normalize_by(x, mean, variance, weight, bias, eps):
 @compose("normalize_backward(Tensor g, Tensor x, int[] dims, Tensor? mean, Tensor rstd, Tensor? weight) -> Tensor", "3")
 def normalize_backward(g, x, dims, mean, rstd, weight):
     """dx of `normalize`, and of `rms_normalize` where `mean` is None."""
-    h = _standard(x, mean, rstd)
+    h = _standard_again(x, mean, rstd)
     scale = rstd
     if weight is not None and _alike(weight, dims, x.dim()):
         scale = P.mul(rstd, weight)
@@ -99,11 +107,10 @@ def normalize_by_backward(g, x, rstd, weight):
 def normalize_scale_backward(g, x, mean, rstd, weight):
     """dw: g h summed to the shape of the weight."""
     lead = x.dim() - weight.dim()
-    h = _standard(x, mean, rstd)  # in a joint graph that which dx takes: a backward pass needs h, and not x too
-    if g.shape == h.shape and h.shape[lead:] == weight.shape and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, h)):
-        g, h = (columns.as_matrix(t, lead) for t in (g, h))
-        return columns.SCALE_GRADIENT(g, h, dtype=weight.dtype).reshape(weight.shape)
-    return _sum_to(P.mul(g, h), weight)
+    of_rows = all(t is None or t.shape == (*x.shape[:lead], *[1] * weight.dim()) for t in (mean, rstd))
+    if of_rows and g.shape == x.shape and x.shape[lead:] == weight.shape and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, x)):
+        return columns.scale_gradient(g, x, mean, rstd, lead, weight.dtype).reshape(weight.shape)
+    return _sum_to(P.mul(g, _standard(x, mean, rstd)), weight)
 
 
 @compose("normalize_shift_backward(Tensor g, Tensor bias) -> Tensor", "3")

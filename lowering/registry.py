@@ -158,6 +158,36 @@ def kernels(section):
     return define
 
 
+# Operations that compiled code calls by their attribute `direct`.
+DIRECT = []
+
+
+def direct(overload, implementation):
+    """Give `overload` the attribute `direct`, which does the same without the dispatcher wherever that
+    has nothing to do but to call `implementation`: for a small kernel its way there and back is the
+    larger part of the host's time. Compiled code calls it from then on."""
+    from carbon_compile import host
+
+    watched = host.watched
+
+    def call(*args, **kwargs):
+        if args[0].is_cuda and not watched():
+            return implementation(*args, **kwargs)
+        return overload(*args, **kwargs)
+
+    overload.direct = call
+    DIRECT.append(overload)
+    return overload
+
+
+def call_kernels_directly():
+    """Before a graph is lowered; again has no effect."""
+    from carbon_compile import host
+
+    for overload in DIRECT:
+        host.call_directly(overload, f"torch.ops.{overload._schema.name.replace('::', '.')}.default.direct")
+
+
 _loaded = False
 
 

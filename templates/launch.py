@@ -192,14 +192,11 @@ def digits_tile(side_by_side: bool) -> Tile:
 # ---- sums of columns: memory-bound, one wave of programs ----
 
 
-_CACHED = 24 << 20  # bytes, of an H100's 50 MB
-
-
 class Slab(NamedTuple):
     """A program's columns, and the rows that it takes, `unroll` times `rows` at a time.
 
-    `sample` rows guess the lowest of `grids` neighbouring grids, 3 to 6; the pass after a failed guess, or
-    without a `guess`, takes `again` rows at a time. `registers` of a thread that guesses, at most.
+    `registers` of a thread, at most. Then a program takes a `block` of columns, and `programs` read again what needs it,
+    four times `again` rows at a time. `overlap`: a launch begins during the one before, and waits for it.
     """
 
     columns: int
@@ -207,41 +204,34 @@ class Slab(NamedTuple):
     rows: int
     warps: int
     unroll: int
-    sample: int
-    grids: int
-    again: int
     registers: int
-    guess: bool = True
+    block: int
+    again: int
+    programs: int
+    overlap: bool = False
 
 
 def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> Slab:
     """Of a matrix [M, N], or of the product of two: 128 bytes or more of a row, as many programs as run together.
 
     `itemsize`: bytes of an element, of both matrices' together; `sums`: one, or with the products' the first
-    matrix's own. In the first launch a thread adds four neighbours of a row at a time and has 64 bytes on their
-    way (two sums of bfloat16: 32); four programs of 128 registers a thread run on a multiprocessor, or three of
-    168 that make two sums, and nothing spills. What a slab leaves behind is as much as nine of its rows (of
-    float32), and a sample is read by each, so slabs are not made short. A sum of parts fits 32 bits up to 2000
-    rows, and 256 of a thread's.
-
-    Up to `_CACHED` bytes a matrix is read twice, the second time from L2. Of 4096 x 768 that took kernels much
-    like these 20 us in float32 and 19 in bfloat16, and takes 26 with a guess; of 16384 x 768 51 and 37, with a
-    guess 44 and 34 (H100).
-
-    Gradients of a small transformer in training, 4096 rows: with a sample of 64 rows, 98 of 100 tiles of
-    columns lay on the six grids from there, 94 on five and 69 on four.
+    matrix's own. In the first launch a thread adds four neighbours of a row at a time; nothing spills. Slabs are of
+    2048 rows or hardly more, hence 128 or fewer.
     """
-    warps = 4
-    columns = min(64, max(16, _power_of_two(n)))
+    columns, warps = min(64, max(16, _power_of_two(n))), 4
+    unroll, (programs, registers) = 4, (3, 168) if sums == 2 else (4, 128)
     rows = 4 * 32 * warps // columns
-    programs, registers = (3, 168) if sums == 2 else (4, 128)
-    slabs = min(128, max(1, programs * hw.sms // -(-n // columns)))
-    if m * n * itemsize <= _CACHED:
-        rows = 4096 // columns // sums
-        span = min(-(-max(-(-m // slabs), 128) // rows) * rows, 1984)
-        return Slab(columns, span, rows, warps, 1, 0, 6, 2048 // columns // sums, 0, guess=False)
-    span = min(max(-(-m // slabs), 64), 2000)
-    return Slab(columns, span, rows, warps, 2 if sums == 2 else max(2, 16 // itemsize), 32 if span < 128 else 64, 6, 2048 // columns // sums, registers)
+    step = rows * unroll  # the first step's rows tell the magnitudes of the others, so it is a whole one
+    span = -(-m // (_slabs(m, -(-n // columns), programs * hw.sms) * step)) * step
+    return Slab(columns, span, rows, warps, unroll, registers, 16, 128 * warps // 16, 4 * hw.sms, hw.capability[0] >= 9)
+
+
+def _slabs(m, tiles, programs):
+    """How many slabs of a matrix of m rows keep so many programs busy, in whole waves where tiles are many."""
+    slabs = max(1, programs // tiles)
+    if tiles > programs // 4:
+        slabs = min(range(1, 5), key=lambda s: -(-tiles * s // programs) / s)
+    return min(128, max(slabs, -(-m // 2048)))
 
 
 class NarrowSlab(NamedTuple):
@@ -279,11 +269,7 @@ def narrow_sums_plan(m: int, n: int, aligned: bool, hw: Hardware) -> NarrowSlab:
     columns, warps, unroll = min(64, max(16, _power_of_two(n))), 4, 8
     rows = 8 * 32 * warps // columns
     tiles, programs = -(-n // columns), 2 * hw.sms
-    slabs = max(1, programs // tiles)
-    if tiles > programs // 4:  # whole waves
-        slabs = min(range(1, 5), key=lambda s: -(-tiles * s // programs) / s)
-    slabs = min(128, max(slabs, -(-m // 2048)))
-    span = max(-(-m // slabs), 64)
+    span = max(-(-m // _slabs(m, tiles, programs)), 64)
     slabs = -(-m // span)
     steps = -(-span // (rows * (unroll if aligned else unroll // 2)))
     settling = 4 * hw.sms

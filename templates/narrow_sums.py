@@ -45,6 +45,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 # Of two columns at a time: the largest magnitudes; the smallest ones less one, so that zeros come last; and sums.
 _PAIRS = """{ .reg .b32 magnitude, first, second, zero, ones; .reg .b64 wide;
 mov.b32 zero, 0;
@@ -192,6 +193,18 @@ def _scaled(total, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
+def _store_total(at, m, out_ptr, j, N):
+    """A total; of columns that are not finite how many helpers met +inf, and 2^32 times how many met -inf."""
+    total = tl.load(at, mask=j < N, other=0, cache_modifier=".cg")
+    both = ((total & 0xFFFFFFFF) > 0) & ((total >> 32) > 0)
+    special = tl.where(both, 0x7FFFFFFF, tl.where((total >> 32) > 0, _MINUS_INFINITY_BITS, _INFINITY_BITS))
+    special = tl.where(m == _INFINITY_BITS, special, m)
+    finite = m < _INFINITY_BITS
+    general._store(total, m, out_ptr, j, finite & (j < N))
+    store_bits(special, special > _INFINITY_BITS, out_ptr + j, (finite == 0) & (j < N))
+
+
+@triton.jit
 def _settle_again(
     x_ptr, sums_ptr, marks_ptr, totals_ptr, arrived_ptr, out_ptr, block, helper, j, m, top, limit, M, N, stride, span, splits,
     BM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, HELPERS: tl.constexpr,
@@ -214,9 +227,11 @@ def _settle_again(
     terms = tl.where(finite & (again == 0)[:, None, None], terms, 0.0).to(tl.int64)
     total = tl.sum(tl.sum(terms, axis=1), axis=0)
     chunks = tl.sum(again << tl.arange(0, CHUNKS), axis=0)
-    power, rounder, shift = general._grid(m, 6)
+    power, rounder, shift = general._grid(m)
     none = tl.zeros((BM, BLOCK), tl.int32)
-    read = (none, none, tl.zeros((BM, BLOCK), tl.float32), tl.zeros((BM, BLOCK), tl.float32))
+    read = (none, none)
+    plus = tl.zeros((BM, BLOCK), tl.float32)
+    minus = plus
     steps = 0
     for chunk in range(0, CHUNKS):
         start = (chunk * HELPERS + helper) * GROUP * span
@@ -228,15 +243,20 @@ def _settle_again(
         for _ in range(0, count):
             i += BM
             following = general._tile(x_ptr, i, j, end, N, stride)  # on its way meanwhile
-            read = general._terms(read, x.to(tl.float32), power, rounder, 6)
+            v = x.to(tl.float32)
+            read = general._terms(read, v, power, rounder)
+            plus = tl.maximum(plus, v)
+            minus = tl.minimum(minus, v)
             x = following
         steps += count
-    total += general._total(read, m, rounder, shift, steps, 6)
+    plus = (tl.max(plus, axis=0) == float("inf")).to(tl.int64)
+    minus = (tl.min(minus, axis=0) == float("-inf")).to(tl.int64)
+    total += tl.where(m >= _INFINITY_BITS, plus + (minus << 32), general._total(read, rounder, shift, steps))
     at = totals_ptr + j
     tl.atomic_add(at, total, mask=j < N, sem="relaxed")
     tl.debug_barrier()  # all threads have added before the program counts as arrived
     if tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel") == HELPERS - 1:
-        general._store_total(at, m, out_ptr, j, N)
+        _store_total(at, m, out_ptr, j, N)
 
 
 @triton.jit(do_not_specialize=["M", "span", "splits", "binades"])
