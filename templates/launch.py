@@ -305,8 +305,9 @@ class Cost(NamedTuple):
 
 # Of a last wave that is cut in parts, in us and bytes per us: what a program takes to fill its stages and to
 # drain them; how fast a multiprocessor stores totals; another launch; and how fast that reads them, mostly from
-# L2. Reckoned from what an H100 can do. Of 193 plans of these tiles that were expected to take 180 us or more, half
-# took 0.96 to 1.04 times as long as these and the costs below say; those far above have other steps (H200).
+# L2. Reckoned from what an H100 can do. Of 193 plans of these tiles that were expected to take 180 us or more, the
+# better half took 0.84 to 1.04 times as long as these and the costs below say; those far above have other steps
+# (H200).
 _PART = 2.5
 _PARTS_STORED = 30e3
 _PARTS_LAUNCH = 3.0
@@ -317,9 +318,9 @@ _PARTS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16)
 
 # Hopper's plans for wide products; `programs` counts those of a multiprocessor. Fitted to an H200 at 2048^3 to
 # 8192^3, 8192 and 16384 x 3072 x 768, 16384 x 768 x 3072 and the products of GPT-2 with 4096 tokens; what isn't
-# specialised (but X3's 128 x 64), to an H100. Small tiles with two programs a
-# multiprocessor multiply while others store, and programs that go on load while they store. X3's of 64 x 64 were
-# timed at 96 x 512 x 512 x 64 alone, attention's scores: 122 us beside 124, 136 and 179 (H100).
+# specialised (but X3's 128 x 64), to an H100. Small tiles with two programs a multiprocessor multiply while others
+# store, and programs that go on load while they store. X3's of 64 x 64 were timed at 96 x 512 x 512 x 64 alone,
+# attention's scores: 122 us beside 124, 136 and 179 (H100).
 _HOPPER = {
     16: {
         Plan(128, 128, 64, 8, 6, joint=True, tma=True, specialised=True, programs=1): Cost(0.0095, 4.4, 1, 3.0),
