@@ -214,6 +214,28 @@ def compare_first_rows(device):
                 assert_bitwise(bias.cpu(), P.sum(y, [0], dtype=dtype))
 
 
+def compare_additions(device):
+    """So many rows that additions err though all terms are whole: by a few units in the first 16 columns, across a tie."""
+    plan(span=2048, rows=64, unroll=4, again=512)
+    rows, low, unit = 100_000, 2.0**-14, 2.0**-37
+    x = torch.where(torch.arange(rows) < rows // 2, 1.75, -1.75)[:, None].repeat(1, 32).double()
+    x[torch.arange(rows) % 2048 < 256] /= 16  # from which a slab just knows that all others are whole
+    x[-240:], x[-1] = 0.0, 1.0  # now the total is 1
+    for slab in range(20, 28):  # sums are beyond 2^16 there, and of their last bit a unit is half
+        x[2048 * slab + 300, :16], x[2048 * slab + 301, :16] = low + unit, -low
+        x[2048 * slab + 300 : 2048 * slab + 302, 16:] = 0.0
+    x[-9:-5, :16] = torch.tensor([low + 2.0**-24, -low, low, -low - 4 * unit], dtype=torch.float64)[:, None]
+    x[-40:-36] = 1.75  # of those eight slabs five are of the first half: 1 again
+    narrow = x.float()
+    assert torch.equal(narrow.double(), x)
+    definition = P.sum(narrow, [0])
+    assert (definition[:16] == 1 + 2.0**-23).all() and (definition[16:] == 1).all()
+    found, bias, uncertain = run_recipe(narrow.to(device), torch.ones(rows, 32, device=device), torch.float32, torch.float32)
+    assert_bitwise(found.cpu(), definition)
+    assert_bitwise(bias.cpu(), definition)
+    assert uncertain[:, :16].all() and not uncertain[:, 16:].any()
+
+
 def test_how_far_additions_can_err():
     """The sum over all additions of how many elements are in their results, by going through them."""
     from carbon_compile.templates import column_sums, launch
@@ -344,7 +366,7 @@ def interpreted():
 
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows",
+    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows", "compare_additions",
      "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "narrow_plan(span=2048, rows=256, unroll=8, again=512); compare_tall", "compare_edges('cpu'); compare_mixed"],
 )  # fmt: skip
 def test_in_the_interpreter(check, interpreted, tmp_path):
@@ -553,7 +575,7 @@ def test_on_a_gpu():
     try:
         compare_edges("cuda")
         compare_mixed("cuda")
-        for check in (compare_ties, compare_cancelled, compare_first_rows):
+        for check in (compare_ties, compare_cancelled, compare_first_rows, compare_additions):
             check("cuda")
     finally:
         launch.column_sums_plan, launch.narrow_sums_plan = chosen, narrow
