@@ -519,6 +519,29 @@ def test_a_pair_in_any_order(first):
     assert_bitwise(gm(*inputs), expected)
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_statistics_that_were_widened_are_not_narrowed(given):
+    """The kernels take them in float32."""
+    from carbon_compile.lowering import columns
+
+    graph, cast, nodes = torch.fx.Graph(), torch.ops.carbon.cast.default, []
+    with torch._subclasses.FakeTensorMode():
+        for name, shape in {"g": (300, 40), "x": (300, 40), "mean": (300, 1), "rstd": (300, 1)}.items():
+            node = graph.placeholder(name)
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16 if name in "gx" else given)
+            if node.meta["val"].dtype is not torch.float32:
+                node = graph.call_function(cast, (node,), {"dtype": torch.float32})
+                node.meta["val"] = torch.empty(shape)
+            nodes.append(node)
+        made = graph.call_function(columns.SCALE_GRADIENT_OF, tuple(nodes), {"dtype": torch.float32})
+        made.meta["val"] = torch.empty(40)
+    graph.output(made)
+    gm = torch.fx.GraphModule({}, graph)
+    columns.place(gm)
+    taken = [[a.meta["val"].dtype for a in n.args] for n in gm.graph.nodes if n.target is columns.SCALE_GRADIENT_OF]
+    assert taken == ([[torch.bfloat16] * 2 + [torch.float32] * 2] if given is torch.float32 else [])
+
+
 # --- other machines -----------------------------------------------------------------------------------
 
 OFFLINE = """
