@@ -214,6 +214,18 @@ def compare_first_rows(device):
                 assert_bitwise(bias.cpu(), P.sum(y, [0], dtype=dtype))
 
 
+def compare_padding(device):
+    """Slabs that begin with zeros, or hold nothing else, leave no doubt about a column."""
+    plan(columns=64, span=128, unroll=4, again=32)
+    g = torch.Generator().manual_seed(0)
+    x, h = 1e-3 * torch.randn(4096, 64, generator=g), torch.randn(4096, 64, generator=g)
+    x[torch.arange(4096) % 512 >= 384] = 0.0
+    weight, bias, uncertain = run_recipe(x.to(device), h.to(device), torch.float32, torch.float32)
+    assert_bitwise(weight.cpu(), P.sum(P.mul(x, h), [0]))
+    assert_bitwise(bias.cpu(), P.sum(x, [0]))
+    assert not uncertain.any()
+
+
 def compare_additions(device):
     """So many rows that additions err though all terms are whole: by a few units in the first 16 columns, across a tie."""
     plan(span=2048, rows=64, unroll=4, again=512)
@@ -366,7 +378,7 @@ def interpreted():
 
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows", "compare_additions",
+    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows", "compare_additions", "compare_padding",
      "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "narrow_plan(span=2048, rows=256, unroll=8, again=512); compare_tall", "compare_edges('cpu'); compare_mixed"],
 )  # fmt: skip
 def test_in_the_interpreter(check, interpreted, tmp_path):
@@ -598,7 +610,7 @@ def test_on_a_gpu():
     try:
         compare_edges("cuda")
         compare_mixed("cuda")
-        for check in (compare_ties, compare_cancelled, compare_first_rows, compare_additions):
+        for check in (compare_ties, compare_cancelled, compare_first_rows, compare_additions, compare_padding):
             check("cuda")
     finally:
         launch.column_sums_plan, launch.narrow_sums_plan = chosen, narrow
