@@ -174,9 +174,10 @@ def place(gm):
     """Decide on each sum of columns in a final graph, in place: a kernel of ours, or graph operations."""
     nodes, seen = [n for n in gm.graph.nodes if n.target in _OURS], {}
     for node in nodes:
-        sources = [n if n is None else seen[n] if n in seen else seen.setdefault(n, _narrowest(n)) for n in node.args]
-        if all(n is None or _stored(n) for n in sources):
-            node.args = tuple(sources)
+        operands, statistics = node.args[:2], node.args[2:]  # of which the kernels take float32 alone
+        sources = [seen[n] if n in seen else seen.setdefault(n, _narrowest(n)) for n in operands]
+        if all(n is None or _stored(n) for n in (*sources, *statistics)):
+            node.args = (*sources, *statistics)
     _pair([n for n in nodes if _taken(n)])
     for node in nodes:
         if node.users and not _taken(node):

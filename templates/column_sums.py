@@ -27,7 +27,8 @@ with P bits of at least 2^(e-39+P). So
                or not at all, where no element is below 2^s, all hence multiples of 2^(s-P+1), and M 2^e
                <= 2^53 2^(s-P+1).
 
-s is known before e: a slab's first rows tell the magnitudes of the others. Where they told too little, K is M. Of
+s is known before e: a slab's first rows tell the magnitudes of the others. Where they told too little, K is M; where
+they were zeros, as rows of padding are, s is 127, so that K counts that slab's others. Of
 what is not finite the sum in binary64, which no finite elements overflow, is the result. A result below 2^-126
 is a multiple of 2^-149 and so exact, hence rounding before or after scaling is the same.
 
@@ -189,7 +190,8 @@ def _limits(gs, hs, UNROLL: tl.constexpr, BINADES: tl.constexpr, SHIFT: tl.const
     else:
         m = tl.max(top + top_h, axis=0)
         m_h = m
-    return tl.maximum(_exponent(m) + (_HEADROOM - BINADES), -126), tl.maximum(_exponent(m_h) + (_HEADROOM - _BINADES), -126)
+    floor, floor_h = tl.maximum(_exponent(m) + (_HEADROOM - BINADES), -126), tl.maximum(_exponent(m_h) + (_HEADROOM - _BINADES), -126)
+    return tl.where(m == 0, 127, floor), tl.where(m_h == 0, 127, floor_h)  # rows of zeros tell nothing: all that follow count
 
 
 @triton.jit

@@ -214,6 +214,40 @@ def compare_first_rows(device):
                 assert_bitwise(bias.cpu(), P.sum(y, [0], dtype=dtype))
 
 
+def compare_padding(device):
+    """Slabs that begin with zeros, or hold nothing else, leave no doubt about a column."""
+    plan(columns=64, span=128, unroll=4, again=32)
+    g = torch.Generator().manual_seed(0)
+    x, h = 1e-3 * torch.randn(4096, 64, generator=g), torch.randn(4096, 64, generator=g)
+    x[torch.arange(4096) % 512 >= 384] = 0.0
+    weight, bias, uncertain = run_recipe(x.to(device), h.to(device), torch.float32, torch.float32)
+    assert_bitwise(weight.cpu(), P.sum(P.mul(x, h), [0]))
+    assert_bitwise(bias.cpu(), P.sum(x, [0]))
+    assert not uncertain.any()
+
+
+def compare_additions(device):
+    """So many rows that additions err though all terms are whole: by a few units in the first 16 columns, across a tie."""
+    plan(span=2048, rows=64, unroll=4, again=512)
+    rows, low, unit = 100_000, 2.0**-14, 2.0**-37
+    x = torch.where(torch.arange(rows) < rows // 2, 1.75, -1.75)[:, None].repeat(1, 32).double()
+    x[torch.arange(rows) % 2048 < 256] /= 16  # from which a slab just knows that all others are whole
+    x[-240:], x[-1] = 0.0, 1.0  # now the total is 1
+    for slab in range(20, 28):  # sums are beyond 2^16 there, and of their last bit a unit is half
+        x[2048 * slab + 300, :16], x[2048 * slab + 301, :16] = low + unit, -low
+        x[2048 * slab + 300 : 2048 * slab + 302, 16:] = 0.0
+    x[-9:-5, :16] = torch.tensor([low + 2.0**-24, -low, low, -low - 4 * unit], dtype=torch.float64)[:, None]
+    x[-40:-36] = 1.75  # of those eight slabs five are of the first half: 1 again
+    narrow = x.float()
+    assert torch.equal(narrow.double(), x)
+    definition = P.sum(narrow, [0])
+    assert (definition[:16] == 1 + 2.0**-23).all() and (definition[16:] == 1).all()
+    found, bias, uncertain = run_recipe(narrow.to(device), torch.ones(rows, 32, device=device), torch.float32, torch.float32)
+    assert_bitwise(found.cpu(), definition)
+    assert_bitwise(bias.cpu(), definition)
+    assert uncertain[:, :16].all() and not uncertain[:, 16:].any()
+
+
 def test_how_far_additions_can_err():
     """The sum over all additions of how many elements are in their results, by going through them."""
     from carbon_compile.templates import column_sums, launch
@@ -344,7 +378,7 @@ def interpreted():
 
 @pytest.mark.parametrize(
     "check",
-    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows",
+    ["compare_sums", "compare_norms", "plan(); compare_norms", "compare_ties", "compare_cancelled", "compare_first_rows", "compare_additions", "compare_padding",
      "plan(); narrow_plan(span=150, rows=32, again=64); compare_sums", "narrow_plan(span=2048, rows=256, unroll=8, again=512); compare_tall", "compare_edges('cpu'); compare_mixed"],
 )  # fmt: skip
 def test_in_the_interpreter(check, interpreted, tmp_path):
@@ -497,6 +531,29 @@ def test_a_pair_in_any_order(first):
     assert_bitwise(gm(*inputs), expected)
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_statistics_that_were_widened_are_not_narrowed(given):
+    """The kernels take them in float32."""
+    from carbon_compile.lowering import columns
+
+    graph, cast, nodes = torch.fx.Graph(), torch.ops.carbon.cast.default, []
+    with torch._subclasses.FakeTensorMode():
+        for name, shape in {"g": (300, 40), "x": (300, 40), "mean": (300, 1), "rstd": (300, 1)}.items():
+            node = graph.placeholder(name)
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16 if name in "gx" else given)
+            if node.meta["val"].dtype is not torch.float32:
+                node = graph.call_function(cast, (node,), {"dtype": torch.float32})
+                node.meta["val"] = torch.empty(shape)
+            nodes.append(node)
+        made = graph.call_function(columns.SCALE_GRADIENT_OF, tuple(nodes), {"dtype": torch.float32})
+        made.meta["val"] = torch.empty(40)
+    graph.output(made)
+    gm = torch.fx.GraphModule({}, graph)
+    columns.place(gm)
+    taken = [[a.meta["val"].dtype for a in n.args] for n in gm.graph.nodes if n.target is columns.SCALE_GRADIENT_OF]
+    assert taken == ([[torch.bfloat16] * 2 + [torch.float32] * 2] if given is torch.float32 else [])
+
+
 # --- other machines -----------------------------------------------------------------------------------
 
 OFFLINE = """
@@ -553,7 +610,7 @@ def test_on_a_gpu():
     try:
         compare_edges("cuda")
         compare_mixed("cuda")
-        for check in (compare_ties, compare_cancelled, compare_first_rows):
+        for check in (compare_ties, compare_cancelled, compare_first_rows, compare_additions, compare_padding):
             check("cuda")
     finally:
         launch.column_sums_plan, launch.narrow_sums_plan = chosen, narrow
