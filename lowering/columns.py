@@ -2,8 +2,9 @@
 
 A sum reads its operand twice, and Inductor cuts a sum of columns in two stages: four launches. Where the
 operand lies in memory anyway, kernels of ours mostly read it once (`templates.column_sums`), and a norm's
-two sums are one pass, which makes h, x in standard units, of x as it lies in memory. Where it is computed on the way, graph operations fuse with what computes it.
-Which of both is known when the final graph is: until then such a sum is one node.
+two sums are one pass, which makes h, x in standard units, of x as it lies in memory. Where it is computed
+on the way, graph operations fuse with what computes it. Which of both is known when the final graph is:
+until then such a sum is one node.
 """
 
 import functools
@@ -104,13 +105,13 @@ def _operator(schema, implementation, fake):
     return direct(kernels("3")(schema, implementation, fake), implementation)
 
 
-def _standard(x, mean, rstd):
-    """x in standard units, as `norm` makes them."""
+def standard(x, mean, rstd):
+    """x in standard units: (x - mean) rstd, or x rstd where there is no mean."""
     return P.mul(x if mean is None else P.sub(x, mean), rstd)
 
 
 def _scale_gradient_of_graph_of(g, x, mean, rstd, dtype):
-    return _scale_gradient_of_graph(g, aten.reshape.default(_standard(x, mean, rstd), g.shape), dtype)
+    return _scale_gradient_of_graph(g, aten.reshape.default(standard(x, mean, rstd), g.shape), dtype)
 
 
 def _norm_gradients_of(g, x, mean, rstd, *, weight, bias):
@@ -158,7 +159,7 @@ def scale_gradient(g, x, mean, rstd, lead, dtype):
     """Exact sum of g h over the first `lead` dimensions, h = x in standard units by mean, or 0 for None, and factor of its rows."""
     g = as_matrix(g, lead)
     if any(t is not None and t.dtype is not torch.float32 for t in (mean, rstd)):
-        return SCALE_GRADIENT(g, as_matrix(_standard(x, mean, rstd), lead), dtype=dtype)
+        return SCALE_GRADIENT(g, as_matrix(standard(x, mean, rstd), lead), dtype=dtype)
     return SCALE_GRADIENT_OF(g, x, mean, rstd, dtype=dtype)
 
 

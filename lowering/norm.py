@@ -32,16 +32,11 @@ def _affine(h, weight, bias, dtype):
     return P.cast(y if bias is None else P.add(y, bias), dtype)
 
 
-def _standard(x, mean, rstd):
-    """h: x in standard units."""
-    return P.mul(x if mean is None else P.sub(x, mean), rstd)
-
-
 def _standard_again(x, mean, rstd):
-    """The same bits by other operations: on a GPU a backward pass makes h of x, which its weight's gradient reads. As
+    """The bits of `columns.standard` by other operations: on a GPU a backward pass makes h of x, which its weight's gradient reads. As
     operations of the forward pass their results are kept too, wherever PyTorch's partition takes them for dear."""
     if not columns.on_gpu(x):
-        return _standard(x, mean, rstd)
+        return columns.standard(x, mean, rstd)
     return P.mul(rstd, x if mean is None else P.add(P.neg(mean), x))
 
 
@@ -74,7 +69,7 @@ def rms_normalize(x, dims, weight, eps):
 def normalize_by(x, mean, variance, weight, bias, eps):
     """(y, rstd) with given statistics, as batch norm has when it evaluates."""
     rstd = _rstd(P.f32(variance), eps)
-    return _affine(_standard(x, mean, rstd), weight, bias, x.dtype), rstd
+    return _affine(columns.standard(x, mean, rstd), weight, bias, x.dtype), rstd
 
 
 @compose("normalize_backward(Tensor g, Tensor x, int[] dims, Tensor? mean, Tensor rstd, Tensor? weight) -> Tensor", "3")
@@ -110,7 +105,7 @@ def normalize_scale_backward(g, x, mean, rstd, weight):
     of_rows = all(t is None or t.shape == (*x.shape[:lead], *[1] * weight.dim()) for t in (mean, rstd))
     if of_rows and g.shape == x.shape and x.shape[lead:] == weight.shape and all(columns.suits(t, list(range(lead)), weight.dtype) for t in (g, x)):
         return columns.scale_gradient(g, x, mean, rstd, lead, weight.dtype).reshape(weight.shape)
-    return _sum_to(P.mul(g, _standard(x, mean, rstd)), weight)
+    return _sum_to(P.mul(g, columns.standard(x, mean, rstd)), weight)
 
 
 @compose("normalize_shift_backward(Tensor g, Tensor bias) -> Tensor", "3")

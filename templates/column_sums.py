@@ -68,7 +68,6 @@ _MEAN, _FACTOR = RECEIVED, RECEIVED + 1
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 # How far below a column's exponent numbers of P bits are all whole terms: 39 - P, by a type, and of products.
 BINADES = {torch.float32: 15, torch.bfloat16: 31, torch.float16: 28}
 _BINADES = tl.constexpr(15)

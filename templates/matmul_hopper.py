@@ -127,7 +127,7 @@ def _leave(
     """Store a tile, or of a part of one what `_store_part` does."""
     if REST:
         if part >= 0:
-                _store_part(top, low, total_ptr, part, gl.arange(0, BM, layout=gl.SliceLayout(1, L)),
+            _store_part(top, low, total_ptr, part, gl.arange(0, BM, layout=gl.SliceLayout(1, L)),
                         gl.arange(0, BN, layout=gl.SliceLayout(0, L)), BM, BN)  # fmt: skip
         else:
             _store_tile(top, low, K, ea_ptr, eb_ptr, out_ptr, total_ptr, bias_ptr, m0, n0, M, N, total_plane,
@@ -385,8 +385,9 @@ def specialised_kernel(
 ):  # fmt: skip
     """As `matmul_kernels.gemm_kernel`: output tiles over one span of the contraction each.
 
-    ROWS: results are rows in memory, and a bias goes along one side. A program takes every n-th of the `tiles` and parts of tiles, n the number of programs. With fewer programs than
-    tiles the next tile is loaded while this one is stored.
+    A program takes every n-th of the `tiles` and parts of tiles, n the number of programs. With fewer programs than
+    tiles the next tile is loaded while this one is stored. ROWS: the result (not its totals) is row-major and its
+    bias, if any, a vector, so that `_store_results` may store it.
     """
     PLANES: gl.constexpr = D if JOINT else 1
     sa = gl.allocate_shared_memory(gl.int8, [STAGES * PLANES, BM, BK], a.layout)

@@ -103,3 +103,30 @@ def test_gpu_tuned_products_have_the_same_bits(tmp_path, monkeypatch):
         launch.gemm_plan.cache_clear()
     rows = json.loads(tuning._file(x.device, tmp_path).read_text())
     assert len(rows) == 2
+
+
+def test_a_plan_is_timed_again_where_the_gpu_waited_for_the_host(monkeypatch):
+    """Longer asleep each time; where even the longest sleep is over too early, what was measured counts."""
+    class Event:
+        def __init__(self, enable_timing):
+            self.late = False
+
+        def record(self):
+            self.late = asleep[-1] < enough
+
+        def query(self):
+            return self.late
+
+        def elapsed_time(self, end):
+            return 1.0 if self.late else 0.5
+
+    trial = tuning._Trial.__new__(tuning._Trial)
+    trial.product, trial.out, trial.operands = tuning.Product(4, 4, 64, 24, 1), torch.float32, []
+    trial.recipe = type("Recipe", (), {"run": lambda self, buffers: None, "scratch": lambda self, device: [torch.empty(8, dtype=torch.uint8), None]})()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(cycles))
+    for enough, late in ((0, 0), (4 << 20, 2), (1 << 30, 6)):
+        asleep = []
+        assert trial.microseconds("cpu") == (1e3 if enough > 1 << 26 else 500.0)
+        assert asleep == [1 << (20 + i) for i in range(late)] + [1 << (20 + late)] * tuning._RUNS
