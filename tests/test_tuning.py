@@ -107,6 +107,7 @@ def test_gpu_tuned_products_have_the_same_bits(tmp_path, monkeypatch):
 
 def test_a_plan_is_timed_again_where_the_gpu_waited_for_the_host(monkeypatch):
     """Longer asleep each time; where even the longest sleep is over too early, what was measured counts."""
+
     class Event:
         def __init__(self, enable_timing):
             self.late = False
