@@ -21,7 +21,17 @@ from carbon_compile.templates import kept, launch
 from carbon_compile.templates import matmul_kernels as products
 from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates import small_kernels as small
-from carbon_compile.templates.matmul_recipe import BIAS, OUT, ZEROS, A, B, Block, Recipe, view
+from carbon_compile.templates.matmul_recipe import (
+    BIAS,
+    EXPONENTS,
+    OUT,
+    ZEROS,
+    A,
+    B,
+    Block,
+    Recipe,
+    view,
+)
 from carbon_compile.templates.quantize import DIGITS
 from carbon_compile.templates.quantize_kernels import Digits, Operand
 
@@ -128,12 +138,23 @@ def prepare_digits(b: Tensor, window: int) -> tuple[Recipe, Block]:
     """The launches that write digits and exponents of b [K, N] into the buffer OUT, and where they leave the
     maxima: made in scratch, so that what stands in OUT is at no time anything but old or new."""
     recipe = Recipe()
-    columns = kernels.operand(b, A, -2)
-    q, _ = _parts(kept.layout(*b.shape, window), OUT)
     maxima = kernels.maxima(recipe, kernels.operand(b, A, -1))
-    tile = launch.rows_tile(columns.rows, columns.k, columns.side_by_side, launch.rows_warps(columns.side_by_side))
-    _quantize(recipe, columns, q, maxima, -1, window, tile)
+    _quantize_weight(recipe, b, window, maxima)
     return recipe, maxima
+
+
+def prepare_new_digits(b: Tensor, window: int) -> Recipe:
+    """The launches that write all of a kept weight into the buffer OUT, which nobody reads yet."""
+    recipe = Recipe()
+    maxima = _parts(kept.layout(*b.shape, window), OUT)[1]
+    _quantize_weight(recipe, b, window, kernels.maxima(recipe, kernels.operand(b, A, -1), maxima))
+    return recipe
+
+
+def _quantize_weight(recipe: Recipe, b: Tensor, window: int, maxima: Block) -> None:
+    columns = kernels.operand(b, A, -2)
+    tile = launch.rows_tile(columns.rows, columns.k, columns.side_by_side, launch.rows_warps(columns.side_by_side))
+    _quantize(recipe, columns, _parts(kept.layout(*b.shape, window), OUT)[0], maxima, -1, window, tile)
 
 
 def write_digits(b: Tensor, window: int, out: Tensor) -> None:
@@ -142,6 +163,41 @@ def write_digits(b: Tensor, window: int, out: Tensor) -> None:
     buffers = (b, None, None, out, *recipe.scratch(b.device))
     recipe.run(buffers)
     kept.parts(out, kept.layout(*b.shape, window))[2].copy_(view(buffers, maxima))
+
+
+def new_digits(b: Tensor, window: int) -> Tensor:
+    """`kept.weight_digits` on a GPU, into new memory: as often as a product, so it is replayed."""
+    where = kept.layout(*b.shape, window)
+    signature = ("digits", b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(), window)
+    return _replayed(signature, lambda: prepare_new_digits(b, window), b, (where.size,), torch.uint8)
+
+
+def balance(weight: Tensor, where: kept.Layout, window: int) -> Tensor:
+    """`kept.balance` on a GPU."""
+    signature = ("balance", where, weight.data_ptr() & 15, weight.get_device(), window)
+    return _replayed(signature, lambda: prepare_balance(where), weight, (where.k,), torch.int32)
+
+
+def _replayed(signature: tuple, prepare, x: Tensor, shape: tuple, dtype: torch.dtype) -> Tensor:
+    """What a recipe makes of the buffer A alone."""
+    prepared = launch.prepared.get(signature)
+    out = None if prepared is None else prepared(x, x, None)
+    if out is None:
+        recipe, out = prepare(), torch.empty(shape, dtype=dtype, device=x.device)
+        recipe.run((x, None, None, out, *recipe.scratch(x.device)))
+        if recipe.replays:
+            launch.keep(signature, products.Replay(recipe, out))
+    return out
+
+
+def prepare_balance(where: kept.Layout) -> Recipe:
+    """The launch that makes the balance, int32 [k], of the kept weight in the buffer A."""
+    recipe, maxima = Recipe(), _parts(where, A)[1]
+    recipe.launch(
+        kernels.balance_kernel, triton.cdiv(where.k, launch.WORDS_BLOCK), maxima, maxima, Block(OUT), where.k,
+        GRADIENT=False, BLOCK=launch.WORDS_BLOCK, num_warps=4, **launch.STRICT,
+    )  # fmt: skip
+    return recipe
 
 
 def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
@@ -160,12 +216,30 @@ def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Pl
     qa = Digits(digits, recipe.reserve(m, torch.int32), rows, m, q.padded)
     _quantize(recipe, x, qa, maxima, 1, window, tile)
     recipe.quantising = len(recipe.launches)
+    _multiply(recipe, qa, q, window, bias, plan)
+    return recipe
+
+
+def prepare_product(m: int, k: int, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
+    """The launches of digits [planes * m, k] in the buffer A, their exponents in EXPONENTS, by a kept weight [k, n] in
+    the buffer B; `bias` has the result's shape."""
+    recipe, hardware = Recipe(), launch.hardware(device)
+    plan = plan or launch.kept_plan(m, n, k, window, hardware)
+    if plan.streamed and launch.few_rows(m) != m:  # it reads whole planes of so many rows
+        plan = launch.gemm_plan(m, n, k, window, 1, hardware)
+    if not plan.streamed:
+        recipe.product = m, n, k, window, 1, plan.engine
+    recipe.plan = plan
+    _multiply(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), _parts(kept.layout(k, n, window), B)[0], window, bias, plan)
+    return recipe
+
+
+def _multiply(recipe: Recipe, qa: Digits, q: Digits, window: int, bias: Tensor | None, plan: launch.Plan) -> None:
     if plan.streamed:
         _multiply_few_rows(recipe, qa, q, window, bias, plan)
     else:
         bias_strides = None if bias is None else (0, *bias.stride())
         products.multiply_digits(recipe, qa, q, window, 1, bias_strides, plan)
-    return recipe
 
 
 def _multiply_few_rows(recipe: Recipe, qa: Digits, qw: Digits, window: int, bias: Tensor | None, plan: launch.Plan) -> None:
@@ -201,6 +275,20 @@ def multiply(
     recipe = prepare(a, n, window, bias, plan)
     out = torch.empty((a.shape[0], n), dtype=out_dtype, device=a.device)
     recipe.run((a, weight, bias, out, *recipe.scratch(a.device)))
+    if signature is not None and recipe.replays:
+        launch.keep(signature, products.Replay(recipe, out))
+    return out
+
+
+def multiply_digits(
+    digits: Tensor, exponents: Tensor, weight: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: torch.dtype,
+    plan: launch.Plan | None = None, signature: tuple | None = None,
+) -> Tensor:  # fmt: skip
+    """As `multiply`, of digits and exponents."""
+    m, k = exponents.numel(), digits.shape[1]
+    recipe = prepare_product(m, k, n, window, bias, plan, digits.device)
+    out = torch.empty((m, n), dtype=out_dtype, device=digits.device)
+    recipe.run((digits, weight, bias, out, *recipe.scratch(digits.device), exponents))
     if signature is not None and recipe.replays:
         launch.keep(signature, products.Replay(recipe, out))
     return out

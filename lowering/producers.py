@@ -1,0 +1,214 @@
+"""Quantisation fused into what computes a product's first operand (contract section 4; speed alone: no bit depends on it).
+
+A product by a weight is one kernel call that reads its first operand from memory, for digits and exponents.
+Where that operand is computed on the way (a norm, an activation) and nobody else wants it, its digits are
+operations of the graph instead: Inductor computes them in the kernel that computes the operand, which is never
+stored. They need the weight's balance, so the weight's digits are made first, as those of a kept weight are.
+"""
+
+import torch
+
+from ..templates import kept as templates
+from ..templates import launch
+from ..templates.quantize import BEXPO_BUMP, EMPTY, POISON
+from . import matmul, policy
+from .columns import on_gpu
+from .pointwise import PROGRAMS, inlined, register
+from .registry import direct, kernels
+
+aten = torch.ops.aten
+ENABLED = True
+_INFINITY = 0x7F800000
+_SMALLEST = 0x00800000  # bits of the smallest normal binary32 number
+
+
+def _digit_exponent(o, x, d):
+    """bexpo(|x|) + d, with the codes for zero and for what is not finite."""
+    narrow = o.dtype(x) is torch.float16  # whose smallest numbers are normal ones of binary32
+    m = o.bits(o.to(x, torch.float32), torch.int32) & 0x7FFFFFFF
+    pattern = m
+    if not narrow:
+        normal = o.bits(o.bits(m, torch.float32) * 2.0**24, torch.int32) - (24 << 23)
+        pattern = o.where(m < _SMALLEST, normal, m)
+    e = ((pattern + BEXPO_BUMP) >> 23) + (d - 126)
+    e = o.where(m == 0, EMPTY, e)
+    return o.where(m >= _INFINITY, POISON, e)
+
+
+def _scaled(o, x, d, e, window):
+    """x 2^(d + window - 1 - e) in binary32: exact, or so small that it rounds to 0; anything in a poisoned row."""
+    s = (d - e) + (window - 1)
+    s = o.where(s < -252, -252, s)
+    s = o.where(s > 252, 252, s)
+    h = s >> 1
+    low, high = o.bits((h + 127) << 23, torch.float32), o.bits((s - h + 127) << 23, torch.float32)
+    return o.to(x, torch.float32) * low * high
+
+
+def _digits16(o, x, d, e):
+    """In the low 16 bits, RNE(x 2^(d + 15 - e)) + 128."""
+    return o.bits(_scaled(o, x, d, e, 16) + (12582912.0 + 128.0), torch.int32)
+
+
+def _digits24(o, x, d, e):
+    """RNE(x 2^(d + 23 - e)) + 0x8080, half a digit in each of the lower two."""
+    y = _scaled(o, x, d, e, 24)
+    q = o.bits(o.abs(y) + 8388608.0, torch.int32) - 0x4B000000
+    return o.where(y < 0.0, -q, q) + 0x8080
+
+
+def _digit(integers, number, last):
+    def program(o, x, d, e):
+        c = integers(o, x, d, e)
+        return ((c if last else c ^ (128 << 8 * number)) << (24 - 8 * number)) >> 24
+
+    return program
+
+
+def _row_exponent(window):
+    def program(o, e):
+        return o.where(e == POISON, POISON, o.where(e == EMPTY, 0, e - (window - 1)))
+
+    return program
+
+
+_DIGIT_EXPONENT = inlined(register("digit_exponent", _digit_exponent, 2, "4", widen=False))
+_DIGITS, _EXPONENTS = {}, {}
+for _window, _integers in ((16, _digits16), (24, _digits24)):
+    _planes = _window // 8
+    _DIGITS[_window] = [register(f"digit{_window}_{i}", _digit(_integers, i, i == _planes - 1), 3, "4", widen=False) for i in range(_planes)]
+    _EXPONENTS[_window] = register(f"row_exponent{_window}", _row_exponent(_window), 1, "4", widen=False)
+
+
+def quantized(x, d, window, call=lambda function, *args, **kwargs: function(*args, **kwargs)):
+    """(digits int8 [planes * M, K], exponents int32 [M]) of x [M, K] as operations of the graph, d int32 [K]."""
+    e = call(aten.amax.default, call(_DIGIT_EXPONENT, x, d, dtype=torch.int32), [1], True)
+    planes = [call(op, x, d, e, dtype=torch.int8) for op in _DIGITS[window]]
+    return call(aten.cat.default, planes, 0), call(aten.squeeze.dims, call(_EXPONENTS[window], e, dtype=torch.int32), [1])
+
+
+def _operator(schema, implementation, fake):
+    return direct(kernels("4")(schema, implementation, fake), implementation)
+
+
+def _weight_digits(b, window):
+    return templates.weight_digits(b, window)
+
+
+def _weight_digits_fake(b, window):
+    return b.new_empty(templates.layout(*b.shape, window).size, dtype=torch.uint8)
+
+
+def _mm_digits(digits, exponents, kept, bias, n, window, dtype):
+    return templates.exact_mm_digits(digits, exponents, kept, n, window=window, bias=bias, out_dtype=dtype)
+
+
+def _mm_digits_fake(digits, exponents, kept, bias, n, window, dtype):
+    return kept.new_empty((exponents.shape[0], n), dtype=dtype)
+
+
+# A weight [k, n] as `templates.kept` keeps it, its balance, and its product with a first operand that is digits already.
+WEIGHT_DIGITS = _operator("weight_digits(Tensor b, int window) -> Tensor", _weight_digits, _weight_digits_fake)
+WEIGHT_BALANCE = _operator(
+    "weight_balance(Tensor kept, int k, int n, int window) -> Tensor", templates.balance,
+    lambda kept, k, n, window: kept.new_empty(k, dtype=torch.int32),
+)  # fmt: skip
+MM_DIGITS = _operator(
+    "mm_digits(Tensor digits, Tensor exponents, Tensor kept, Tensor? bias, int n, int window, ScalarType dtype) -> Tensor",
+    _mm_digits, _mm_digits_fake,
+)  # fmt: skip
+
+
+# --- the final graph ----------------------------------------------------------------------------------
+
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
+_LONGEST = 4096  # of a row that Inductor's kernels hold in registers
+
+
+def _worth(m, k, n, kept):
+    """Whether rows [m, k] become digits where they are computed, for a product by a weight [k, n], kept or not.
+
+    A longer row would be computed twice, for its exponent and for its digits. Kernels of few rows make a weight's
+    digits in registers, where they aren't kept, and read whole planes of a power of two rows, where they are.
+    """
+    few = m <= 64
+    return ENABLED and k <= _LONGEST and (not few or kept and launch.few_rows(m) == m)
+
+
+def place(gm):
+    """Let what computes the first operands of products in a final graph make their digits, in place."""
+    products = {node: plan for node in gm.graph.nodes if (plan := _planned(node)) is not None}
+    bases = {}
+    for node in products:
+        bases.setdefault(_base(node.args[0]), set()).add(node)
+    taken = set().union(*(nodes for base, nodes in bases.items() if _computed(base) and _readers(base) == nodes))
+    made = {}
+    for node in products:
+        if node in taken:
+            _rewrite(gm, node, *products[node], made)
+    if made:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+
+
+def _planned(node):
+    """(kept form of the weight, or None, k, n, window, bias, type of the result) of a product that may take digits, else None."""
+    if node.target is matmul.MM_KERNEL:
+        a, b, bias, window, balance, dtype = node.args
+        if balance != "weight":
+            return None
+        kept, (k, n) = None, b.meta["val"].shape
+        window = policy.window_for(window, balance, k)
+    elif node.target is matmul.MM_KEPT:
+        a, kept, bias, n, window, dtype = node.args
+        k = a.meta["val"].shape[1]
+    else:
+        return None
+    value = a.meta["val"]
+    m = value.shape[0]
+    if not on_gpu(value) or not all(isinstance(size, int) for size in (m, k, n)) or not value.is_contiguous():
+        return None
+    if m < 1 or n < 1 or k < 2 or launch.padded_contraction(k) != k or not _worth(m, k, n, kept is not None):
+        return None
+    return kept, k, n, window, bias, dtype
+
+
+def _base(node):
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _computed(node):
+    """Whether Inductor computes a value in a kernel of its own, row after row."""
+    program = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "carbon" and node.target._opname in PROGRAMS
+    return program and node.meta["val"].is_contiguous()
+
+
+def _readers(node):
+    """Who reads a value, views of it included."""
+    return {reader for user in node.users for reader in (_readers(user) if user.target in _VIEWS else [user])}
+
+
+def _rewrite(gm, node, kept, k, n, window, bias, dtype, made):
+    """`made`: by weight, and by operand, weight and window, what there is already."""
+    from carbon_compile import host
+
+    a = node.args[0]
+
+    def call(function, *args, **kwargs):
+        new = gm.graph.call_function(function, args, kwargs)
+        new.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        new.meta["val"] = host.fake_result(function, *torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"]))
+        return new
+
+    with gm.graph.inserting_before(node):
+        weight = (node.args[1], window)
+        if weight not in made:
+            digits = kept if kept is not None else call(WEIGHT_DIGITS, node.args[1], window)
+            made[weight] = digits, call(WEIGHT_BALANCE, digits, k, n, window)
+        kept, balance = made[weight]
+        if (a, weight) not in made:
+            made[a, weight] = quantized(a, balance, window, call)
+        node.replace_all_uses_with(call(MM_DIGITS, *made[a, weight], kept, bias, n, window, dtype))
+    gm.graph.erase_node(node)
