@@ -263,7 +263,7 @@ def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: tor
     return recipe, (a.dtype, torch.uint8, None if bias is None else bias.dtype, out_dtype)
 
 
-def warmable_digits(b: Tensor, window: int, device, new: bool = False) -> tuple:
+def warmable_digits(b: Tensor, window: int, device, *, new: bool = False) -> tuple:
     """As `warmable`, for the digits of a weight; `new` ones or those that are written where some may stand."""
     from carbon_compile.templates import kept_kernels
 
