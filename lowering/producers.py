@@ -22,22 +22,32 @@ _INFINITY = 0x7F800000
 _SMALLEST = 0x00800000  # bits of the smallest normal binary32 number
 
 
+# A program has no branches: every element takes the general way, for magnitudes and balances of any size. So what
+# can be is left to the row (a [M, 1]), and to binary32 additions, of which a GPU does twice as many as of integer ones.
+_BIAS = 126
+
+
 def _digit_exponent(o, x, d):
-    """bexpo(|x|) + d, with the codes for zero and for what is not finite."""
-    narrow = o.dtype(x) is torch.float16  # whose smallest numbers are normal ones of binary32
+    """bexpo(|x|) + d + _BIAS, with the codes for zero and for what is not finite."""
     m = o.bits(o.to(x, torch.float32), torch.int32) & 0x7FFFFFFF
-    pattern = m
-    if not narrow:
-        normal = o.bits(o.bits(m, torch.float32) * 2.0**24, torch.int32) - (24 << 23)
-        pattern = o.where(m < _SMALLEST, normal, m)
-    e = ((pattern + BEXPO_BUMP) >> 23) + (d - 126)
-    e = o.where(m == 0, EMPTY, e)
+    pattern = m + BEXPO_BUMP
+    if o.dtype(x) is not torch.float16:  # whose smallest numbers are normal ones of binary32
+        normal = o.bits(o.bits(m, torch.float32) * 2.0**24, torch.int32) + (BEXPO_BUMP - (24 << 23))
+        pattern = o.where(m < _SMALLEST, normal, pattern)
+    e = o.where(m == 0, EMPTY, (pattern >> 23) + d)
     return o.where(m >= _INFINITY, POISON, e)
 
 
+def _row_exponent(window):
+    def program(o, e):
+        return o.where(e == POISON, POISON, o.where(e == EMPTY, 0, e - (window - 1 + _BIAS)))
+
+    return program
+
+
 def _scaled(o, x, d, e, window):
-    """x 2^(d + window - 1 - e) in binary32: exact, or so small that it rounds to 0; anything in a poisoned row."""
-    s = (d - e) + (window - 1)
+    """x 2^(d + window - 1 + _BIAS - e) in binary32: exact, or so small that it rounds to 0; anything in a poisoned row."""
+    s = d + ((window - 1 + _BIAS) - e)
     s = o.where(s < -252, -252, s)
     s = o.where(s > 252, 252, s)
     h = s >> 1
@@ -45,38 +55,43 @@ def _scaled(o, x, d, e, window):
     return o.to(x, torch.float32) * low * high
 
 
+def _byte(z, number):
+    """A byte of z as a number with a sign."""
+    return (z << (24 - 8 * number)) >> 24
+
+
+# Of numbers below 2^22 in magnitude, a sum with this is an integer that stands in the low bits; of those below 2^38,
+# a sum with the other is a multiple of 2^16 that stands there likewise, but for a byte that `_digits24` wants.
+_ONES, _HIGH = 1.5 * 2.0**23, 1.5 * 2.0**39 + 0xC0 * 2.0**16
+
+
 def _digits16(o, x, d, e):
-    """In the low 16 bits, RNE(x 2^(d + 15 - e)) + 128."""
-    return o.bits(_scaled(o, x, d, e, 16) + (12582912.0 + 128.0), torch.int32)
+    """Half a digit added to what is below, a byte of a sum is the digit."""
+    y = _scaled(o, x, d, e, 16)
+    return [lambda: _byte(o.bits(y + _ONES, torch.int32), 0), lambda: _byte(o.bits(y + (_ONES + 128.0), torch.int32), 1)]
 
 
 def _digits24(o, x, d, e):
-    """RNE(x 2^(d + 23 - e)) + 0x8080, half a digit in each of the lower two."""
+    """As `_digits16`, of what is left of the nearest multiple of 2^16; what carries from there goes to the last digit."""
     y = _scaled(o, x, d, e, 24)
-    q = o.bits(o.abs(y) + 8388608.0, torch.int32) - 0x4B000000
-    return o.where(y < 0.0, -q, q) + 0x8080
+    high = y + _HIGH
+    rest = y - (high - _HIGH)
+
+    def last():
+        # 0x4B40 and the carry are above the lower two digits, and 0xC0 and 0x40 make a whole byte.
+        return _byte(o.bits(high, torch.int32) + (o.bits(rest + (_ONES + 0x8080), torch.int32) >> 16), 0)
+
+    return [lambda: _byte(o.bits(rest + _ONES, torch.int32), 0), lambda: _byte(o.bits(rest + (_ONES + 128.0), torch.int32), 1), last]
 
 
-def _digit(integers, number, last):
-    def program(o, x, d, e):
-        c = integers(o, x, d, e)
-        return ((c if last else c ^ (128 << 8 * number)) << (24 - 8 * number)) >> 24
-
-    return program
-
-
-def _row_exponent(window):
-    def program(o, e):
-        return o.where(e == POISON, POISON, o.where(e == EMPTY, 0, e - (window - 1)))
-
-    return program
+def _digit(digits, number):
+    return lambda o, x, d, e: digits(o, x, d, e)[number]()
 
 
 _DIGIT_EXPONENT = inlined(register("digit_exponent", _digit_exponent, 2, "4", widen=False))
 _DIGITS, _EXPONENTS = {}, {}
-for _window, _integers in ((16, _digits16), (24, _digits24)):
-    _planes = _window // 8
-    _DIGITS[_window] = [register(f"digit{_window}_{i}", _digit(_integers, i, i == _planes - 1), 3, "4", widen=False) for i in range(_planes)]
+for _window, _digits in ((16, _digits16), (24, _digits24)):
+    _DIGITS[_window] = [register(f"digit{_window}_{i}", _digit(_digits, i), 3, "4", widen=False) for i in range(_window // 8)]
     _EXPONENTS[_window] = register(f"row_exponent{_window}", _row_exponent(_window), 1, "4", widen=False)
 
 
