@@ -99,16 +99,16 @@ def _kept(node):
         weight, window = node.meta["kept"]
         return (weight.device, kept.warmable_digits, (_bare(weight), window)) if weight.device.type == "cuda" else None
     operator = str(node.target)
-    if operator in ("carbon.weight_digits.default", "carbon.weight_balance.default", "carbon.mm_digits.default"):
+    if operator in ("carbon.weight_digits.default", "carbon.weight_balance.default", "carbon.weight_factors.default", "carbon.mm_digits.default"):
         first, *rest = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
         if first.device.type != "cuda":
             return None
         if operator == "carbon.weight_digits.default":
             return first.device, functools.partial(kept.warmable_digits, new=True), (_bare(first), *rest)
-        if operator == "carbon.weight_balance.default":
-            return first.device, kept.warmable_balance, tuple(rest)
-        exponents, _, bias, n, window, dtype = rest
-        return first.device, kept.warmable_product, (exponents.shape[0], first.shape[1], n, window, _bare(bias), dtype)
+        if operator != "carbon.mm_digits.default":
+            return first.device, functools.partial(kept.warmable_balance, factors=operator == "carbon.weight_factors.default"), tuple(rest)
+        exponents, _, bias, n, window, raw, dtype = rest
+        return first.device, kept.warmable_product, (exponents.shape[0], first.shape[1], n, window, raw, _bare(bias), dtype)
     if operator != "carbon.mm_kept.default":
         return None
     a, _, bias, n, window, dtype = node.args

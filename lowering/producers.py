@@ -10,7 +10,7 @@ import torch
 
 from ..templates import kept as templates
 from ..templates import launch
-from ..templates.quantize import BEXPO_BUMP, EMPTY, POISON
+from ..templates.quantize import BEXPO_BUMP, EMPTY, POISON, RAW
 from . import matmul, policy
 from .columns import on_gpu
 from .pointwise import PROGRAMS, inlined, register
@@ -61,38 +61,67 @@ def _byte(z, number):
 
 
 # Of numbers below 2^22 in magnitude, a sum with this is an integer that stands in the low bits; of those below 2^38,
-# a sum with the other is a multiple of 2^16 that stands there likewise, but for a byte that `_digits24` wants.
+# a sum with the other is a multiple of 2^16 that stands there likewise, but for a byte that `_word` wants.
 _ONES, _HIGH = 1.5 * 2.0**23, 1.5 * 2.0**39 + 0xC0 * 2.0**16
 
 
-def _digits16(o, x, d, e):
-    """Half a digit added to what is below, a byte of a sum is the digit."""
-    y = _scaled(o, x, d, e, 16)
-    return [lambda: _byte(o.bits(y + _ONES, torch.int32), 0), lambda: _byte(o.bits(y + (_ONES + 128.0), torch.int32), 1)]
-
-
-def _digits24(o, x, d, e):
-    """As `_digits16`, of what is left of the nearest multiple of 2^16; what carries from there goes to the last digit."""
-    y = _scaled(o, x, d, e, 24)
+def _word(o, y, window, number):
+    """Of RNE(y), an integer whose byte of this number is the digit of this number: half a digit is added to what is below."""
+    half = (0, 0x80, 0x8080)[number]
+    if window == 16:
+        return o.bits(y + (_ONES + half), torch.int32)
     high = y + _HIGH
-    rest = y - (high - _HIGH)
-
-    def last():
-        # 0x4B40 and the carry are above the lower two digits, and 0xC0 and 0x40 make a whole byte.
-        return _byte(o.bits(high, torch.int32) + (o.bits(rest + (_ONES + 0x8080), torch.int32) >> 16), 0)
-
-    return [lambda: _byte(o.bits(rest + _ONES, torch.int32), 0), lambda: _byte(o.bits(rest + (_ONES + 128.0), torch.int32), 1), last]
+    rest = o.bits((y - (high - _HIGH)) + (_ONES + half), torch.int32)
+    # What carries from the rest goes to the last digit: 0x4B40 and the carry are above its lower two bytes, and 0xC0
+    # and 0x40 make a whole one.
+    return rest if number < 2 else (o.bits(high, torch.int32) + (rest >> 16)) << 16
 
 
-def _digit(digits, number):
-    return lambda o, x, d, e: digits(o, x, d, e)[number]()
+def _digit(window, number):
+    return lambda o, x, d, e: _byte(_word(o, _scaled(o, x, d, e, window), window, number), number)
+
+
+# The quick way, of bfloat16 operands: balanced values in binary32, by factors of the weight, where the largest of a row
+# tells that they are exact but for what rounds to 0. Other rows, of zeros or tiny numbers or what is not finite, or by a
+# weight of extreme magnitudes, keep their bytes in place of digits and are left to the product. f are the bits of a
+# factor, t the balance that all factors are without, m the bits of a row's largest balanced magnitude.
+_SMALL = 27 << 23  # 2^-100
+
+
+def _quick_magnitude(o, x, f):
+    return o.bits(o.to(x, torch.float32) * o.bits(f, torch.float32), torch.int32) & 0x7FFFFFFF
+
+
+def _is_quick(o, m):
+    return (m >= _SMALL) & (m < _INFINITY)
+
+
+def _quick_row_exponent(window):
+    def program(o, m, t):
+        return o.where(_is_quick(o, m), ((m + BEXPO_BUMP) >> 23) + (t - (window - 1 + _BIAS)), RAW)
+
+    return program
+
+
+def _quick_digit(window, number):
+    def program(o, x, f, m):
+        x = o.to(x, torch.float32)
+        shift = (window - 1 + _BIAS + 127) - ((m + BEXPO_BUMP) >> 23)
+        y = x * o.bits(f, torch.float32) * o.bits(o.where(_is_quick(o, m), shift, 127) << 23, torch.float32)
+        word = _word(o, y, window, number)
+        return _byte(word if number == 2 else o.where(_is_quick(o, m), word, o.bits(x, torch.int32) >> 16), number)
+
+    return program
 
 
 _DIGIT_EXPONENT = inlined(register("digit_exponent", _digit_exponent, 2, "4", widen=False))
-_DIGITS, _EXPONENTS = {}, {}
-for _window, _digits in ((16, _digits16), (24, _digits24)):
-    _DIGITS[_window] = [register(f"digit{_window}_{i}", _digit(_digits, i), 3, "4", widen=False) for i in range(_window // 8)]
+_QUICK_MAGNITUDE = inlined(register("quick_magnitude", _quick_magnitude, 2, "4", widen=False))
+_DIGITS, _EXPONENTS, _QUICK_DIGITS, _QUICK_EXPONENTS = {}, {}, {}, {}
+for _window in (16, 24):
+    _DIGITS[_window] = [register(f"digit{_window}_{i}", _digit(_window, i), 3, "4", widen=False) for i in range(_window // 8)]
     _EXPONENTS[_window] = register(f"row_exponent{_window}", _row_exponent(_window), 1, "4", widen=False)
+    _QUICK_DIGITS[_window] = [register(f"quick_digit{_window}_{i}", _quick_digit(_window, i), 3, "4", widen=False) for i in range(_window // 8)]
+    _QUICK_EXPONENTS[_window] = register(f"quick_row_exponent{_window}", _quick_row_exponent(_window), 2, "4", widen=False)
 
 
 def quantized(x, d, window, call=lambda function, *args, **kwargs: function(*args, **kwargs)):
@@ -100,6 +129,15 @@ def quantized(x, d, window, call=lambda function, *args, **kwargs: function(*arg
     e = call(aten.amax.default, call(_DIGIT_EXPONENT, x, d, dtype=torch.int32), [1], True)
     planes = [call(op, x, d, e, dtype=torch.int8) for op in _DIGITS[window]]
     return call(aten.cat.default, planes, 0), call(aten.squeeze.dims, call(_EXPONENTS[window], e, dtype=torch.int32), [1])
+
+
+def quickly_quantized(x, factors, window, call=lambda function, *args, **kwargs: function(*args, **kwargs)):
+    """As `quantized`, of a bfloat16 x and `templates.kept.factors`; rows may be left to the product, with the exponent RAW."""
+    k = x.meta["val"].shape[1] if isinstance(x, torch.fx.Node) else x.shape[1]
+    f, t = call(aten.slice.Tensor, factors, 0, 0, k), call(aten.slice.Tensor, factors, 0, k, k + 1)
+    m = call(aten.amax.default, call(_QUICK_MAGNITUDE, x, f, dtype=torch.int32), [1], True)
+    planes = [call(op, x, f, m, dtype=torch.int8) for op in _QUICK_DIGITS[window]]
+    return call(aten.cat.default, planes, 0), call(aten.squeeze.dims, call(_QUICK_EXPONENTS[window], m, t, dtype=torch.int32), [1])
 
 
 def _operator(schema, implementation, fake):
@@ -114,22 +152,27 @@ def _weight_digits_fake(b, window):
     return b.new_empty(templates.layout(*b.shape, window).size, dtype=torch.uint8)
 
 
-def _mm_digits(digits, exponents, kept, bias, n, window, dtype):
-    return templates.exact_mm_digits(digits, exponents, kept, n, window=window, bias=bias, out_dtype=dtype)
+def _mm_digits(digits, exponents, kept, bias, n, window, raw, dtype):
+    return templates.exact_mm_digits(digits, exponents, kept, n, window=window, raw=raw, bias=bias, out_dtype=dtype)
 
 
-def _mm_digits_fake(digits, exponents, kept, bias, n, window, dtype):
+def _mm_digits_fake(digits, exponents, kept, bias, n, window, raw, dtype):
     return kept.new_empty((exponents.shape[0], n), dtype=dtype)
 
 
-# A weight [k, n] as `templates.kept` keeps it, its balance, and its product with a first operand that is digits already.
+# A weight [k, n] as `templates.kept` keeps it, its balance, once more as factors, and its product with a first operand
+# that is digits already.
 WEIGHT_DIGITS = _operator("weight_digits(Tensor b, int window) -> Tensor", _weight_digits, _weight_digits_fake)
 WEIGHT_BALANCE = _operator(
     "weight_balance(Tensor kept, int k, int n, int window) -> Tensor", templates.balance,
     lambda kept, k, n, window: kept.new_empty(k, dtype=torch.int32),
 )  # fmt: skip
+WEIGHT_FACTORS = _operator(
+    "weight_factors(Tensor kept, int k, int n, int window) -> Tensor", templates.factors,
+    lambda kept, k, n, window: kept.new_empty(k + 1, dtype=torch.int32),
+)  # fmt: skip
 MM_DIGITS = _operator(
-    "mm_digits(Tensor digits, Tensor exponents, Tensor kept, Tensor? bias, int n, int window, ScalarType dtype) -> Tensor",
+    "mm_digits(Tensor digits, Tensor exponents, Tensor kept, Tensor? bias, int n, int window, bool raw, ScalarType dtype) -> Tensor",
     _mm_digits, _mm_digits_fake,
 )  # fmt: skip
 
@@ -218,12 +261,13 @@ def _rewrite(gm, node, kept, k, n, window, bias, dtype, made):
         return new
 
     with gm.graph.inserting_before(node):
-        weight = (node.args[1], window)
+        quick = a.meta["val"].dtype is torch.bfloat16
+        weight = (node.args[1], window, quick)
         if weight not in made:
             digits = kept if kept is not None else call(WEIGHT_DIGITS, node.args[1], window)
-            made[weight] = digits, call(WEIGHT_BALANCE, digits, k, n, window)
+            made[weight] = digits, call(WEIGHT_FACTORS if quick else WEIGHT_BALANCE, digits, k, n, window)
         kept, balance = made[weight]
         if (a, weight) not in made:
-            made[a, weight] = quantized(a, balance, window, call)
-        node.replace_all_uses_with(call(MM_DIGITS, *made[a, weight], kept, bias, n, window, dtype))
+            made[a, weight] = (quickly_quantized if quick else quantized)(a, balance, window, call)
+        node.replace_all_uses_with(call(MM_DIGITS, *made[a, weight], kept, bias, n, window, quick, dtype))
     gm.graph.erase_node(node)

@@ -190,12 +190,31 @@ def balance(kept: Tensor, k: int, n: int, window: int) -> Tensor:
     return _balance(parts(kept, where)[2])
 
 
+def factors(kept: Tensor, k: int, n: int, window: int) -> Tensor:
+    """Of a kept weight [k, n], for operands whose balanced magnitudes binary32 holds: bits of the factors 2^(d_k - t),
+    t the largest balance, and t itself; int32 [k + 1]. All factors are NaN where one would not be a normal number."""
+    where = layout(k, n, window)
+    _check_kept(kept, where, kept.device)
+    if kept.is_cuda:
+        from carbon_compile.templates import kept_kernels
+
+        with torch.cuda.device_of(kept):
+            return kept_kernels.factors(kept, where, window)
+    d = _balance(parts(kept, where)[2])
+    top = d.amax()
+    bits = torch.where(top - d.amin() > 126, 0x7FC00000, (d - top + 127) << 23)
+    return torch.cat([bits, top.view(1)]).to(torch.int32)
+
+
 def exact_mm_digits(
-    digits: Tensor, exponents: Tensor, kept: Tensor, n: int, *, window: int, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
+    digits: Tensor, exponents: Tensor, kept: Tensor, n: int, *, window: int, raw: bool = False, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """`exact_mm_kept` of rows that are digits already: int8 [D * M, K], contiguous, K a multiple of what
     contractions are padded to, the least significant digits of all rows first, and exponents int32 [M]; both as
-    `quantize` gives them for the weight's `balance`. Digits of a row with the exponent POISON may be any.
+    `quantize` gives them for the weight's `balance`. Digits of a row with the exponent POISON may be any. `raw`: rows of
+    a bfloat16 operand with the exponent RAW hold its bytes; on a GPU they get digits and exponents in place, which a
+    further product may read as well.
 
     Raises TypeError for other types and ValueError for shapes that do not match.
     """
@@ -204,7 +223,7 @@ def exact_mm_digits(
         if digits.data_ptr() % 16:  # which TMA can't read
             digits = digits.clone()
         exponents = exponents.contiguous()
-        signature = _signature(digits, kept, n, window, bias, out_dtype, exponents)
+        signature = (raw, *_signature(digits, kept, n, window, bias, out_dtype, exponents))
         prepared = launch.prepared.get(signature)
         if prepared is not None:
             out = prepared(digits, kept, bias, exponents)
@@ -228,9 +247,19 @@ def exact_mm_digits(
         from carbon_compile.templates import kept_kernels
 
         with torch.cuda.device_of(digits):
-            return kept_kernels.multiply_digits(digits, exponents, kept, n, window, bias, out_dtype, signature=signature)
+            return kept_kernels.multiply_digits(digits, exponents, kept, n, window, raw, bias, out_dtype, signature=signature)
     planes = digits.view(-1, m, k)
-    return _multiply(m, lambda rows: twin.Quantized(_integers(planes[:, rows]), exponents[rows]), kept, where, bias, window, out_dtype)
+
+    def quantized(rows):
+        q, e = _integers(planes[:, rows]), exponents[rows]
+        left = e == twin.RAW
+        if raw and left.any():
+            bytes_ = planes[:2, rows][:, left].permute(1, 2, 0).contiguous()
+            q[left], e = (made := twin.quantize(bytes_.view(torch.bfloat16).squeeze(-1), window, -1, _balance(parts(kept, where)[2]))).q, e.clone()
+            e[left] = made.exponents
+        return twin.Quantized(q, e)
+
+    return _multiply(m, quantized, kept, where, bias, window, out_dtype)
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -271,16 +300,17 @@ def warmable_digits(b: Tensor, window: int, device, *, new: bool = False) -> tup
     return recipe, (b.dtype, None, None, torch.uint8)
 
 
-def warmable_balance(k: int, n: int, window: int, device) -> tuple:
-    """As `warmable`, for the balance of a kept weight."""
+def warmable_balance(k: int, n: int, window: int, device, *, factors: bool = False) -> tuple:
+    """As `warmable`, for the balance of a kept weight, or for its factors."""
     from carbon_compile.templates import kept_kernels
 
-    return kept_kernels.prepare_balance(layout(k, n, window)), (torch.uint8, None, None, torch.int32)
+    prepare = kept_kernels.prepare_factors if factors else kept_kernels.prepare_balance
+    return prepare(layout(k, n, window)), (torch.uint8, None, None, torch.int32)
 
 
-def warmable_product(m: int, k: int, n: int, window: int, bias: Tensor | None, out_dtype: torch.dtype, device) -> tuple:
+def warmable_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor | None, out_dtype: torch.dtype, device) -> tuple:
     """As `warmable`, for a product of digits."""
     from carbon_compile.templates import kept_kernels
 
-    recipe = kept_kernels.prepare_product(m, k, n, window, None if bias is None else bias.expand(m, n), device=device)
+    recipe = kept_kernels.prepare_product(m, k, n, window, raw, None if bias is None else bias.expand(m, n), device=device)
     return recipe, (torch.int8, torch.uint8, None if bias is None else bias.dtype, out_dtype, None, None, torch.int32)

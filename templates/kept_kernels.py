@@ -32,7 +32,7 @@ from carbon_compile.templates.matmul_recipe import (
     Recipe,
     view,
 )
-from carbon_compile.templates.quantize import DIGITS
+from carbon_compile.templates.quantize import DIGITS, RAW
 from carbon_compile.templates.quantize_kernels import Digits, Operand
 
 
@@ -48,6 +48,59 @@ def rows_kernel(
         tl.program_id(0), x_ptr, digits_ptr, exponents_ptr, R, all_rows, 0, stride_r, stride_k,
         maxima_ptr, 0, K, KP, SIGN, W, D, 1, BR, BK, LOOP, SPREAD,
     )  # fmt: skip
+
+
+@triton.jit
+def factors_kernel(maxima_ptr, out_ptr, K, BLOCK: tl.constexpr):
+    """See `kept.factors`; every program looks for the largest and the smallest balance of all."""
+    top = -1024
+    low = 1024
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        d = kernels._weights(maxima_ptr, k, K)
+        top = tl.maximum(top, tl.max(tl.where(k < K, d, -1024), axis=0))
+        low = tl.minimum(low, tl.min(tl.where(k < K, d, 1024), axis=0))
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = (kernels._weights(maxima_ptr, k, K) - top + 127) << 23
+    tl.store(out_ptr + k, tl.where(top - low > 126, 0x7FC00000, bits), mask=k < K)
+    if tl.program_id(0) == 0:
+        tl.store(out_ptr + K, top)
+
+
+@triton.jit
+def _raw_numbers(row, plane, k, K):
+    """bfloat16 numbers of which two planes hold the bytes."""
+    low = tl.load(row + k, mask=k < K, other=0).to(tl.int32) & 255
+    high = tl.load(row + plane + k, mask=k < K, other=0).to(tl.int32) & 255
+    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raw_rows_kernel(
+    digits_ptr, exponents_ptr, maxima_ptr, R, K,
+    CODE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Digits and exponents of those of BR rows that have none yet, in place, by the general way. There are hardly any."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    codes = tl.load(exponents_ptr + rows, mask=rows < R, other=0)
+    if tl.max(codes, axis=0) == CODE:
+        plane = tl.cast(R, tl.int64) * K
+        for r in range(tl.program_id(0) * BR, tl.minimum(tl.program_id(0) * BR + BR, R)):
+            if tl.load(exponents_ptr + r) == CODE:
+                row = digits_ptr + tl.cast(r, tl.int64) * K
+                best = tl.full((BK,), kernels._EMPTY, tl.int32)
+                for start in range(0, K, BK):
+                    k = start + tl.arange(0, BK)
+                    bits = kernels._magnitude_bits(_raw_numbers(row, plane, k, K))
+                    best = tl.maximum(best, kernels._balanced_exponents(bits, kernels._weights(maxima_ptr, k, K)))
+                e = tl.max(best, axis=0)
+                tl.debug_barrier()
+                tl.store(exponents_ptr + r, kernels._stored_exponent(e, W))
+                for start in range(0, K, BK):
+                    k = start + tl.arange(0, BK)
+                    x = _raw_numbers(row, plane, k, K)
+                    q = kernels._integers(x, (W - 1) - e + kernels._weights(maxima_ptr, k, K))
+                    kernels._store_digits(q, row + k, plane, k < K, D)
 
 
 @triton.jit(do_not_specialize=["has_bias"])
@@ -116,6 +169,10 @@ def product_kernel(
         top, low, KP, w_exponents, a_exponents, out_ptr, total_ptr, bias_ptr, n, m, N, M, total_plane,
         out_n, out_m, bias_n, bias_m, has_bias, D, WORDS, BIAS,
     )  # fmt: skip
+
+
+_FACTORS = 1024  # of a program
+_RAW_ROWS = 64  # a program looks at
 
 
 def _parts(where: kept.Layout, buffer: int) -> tuple[Digits, Block]:
@@ -200,6 +257,19 @@ def prepare_balance(where: kept.Layout) -> Recipe:
     return recipe
 
 
+def factors(weight: Tensor, where: kept.Layout, window: int) -> Tensor:
+    """`kept.factors` on a GPU."""
+    signature = ("factors", where, weight.data_ptr() & 15, weight.get_device(), window)
+    return _replayed(signature, lambda: prepare_factors(where), weight, (where.k + 1,), torch.int32)
+
+
+def prepare_factors(where: kept.Layout) -> Recipe:
+    """The launch that makes the factors, int32 [k + 1], of the kept weight in the buffer A."""
+    recipe, maxima = Recipe(), _parts(where, A)[1]
+    recipe.launch(factors_kernel, triton.cdiv(where.k, _FACTORS), maxima, Block(OUT), where.k, BLOCK=_FACTORS, num_warps=8, **launch.STRICT)
+    return recipe
+
+
 def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
     """The launches of a [M, K] by a kept weight [K, n] in the buffer B; `bias` has the result's shape."""
     recipe = Recipe()
@@ -220,9 +290,9 @@ def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Pl
     return recipe
 
 
-def prepare_product(m: int, k: int, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
+def prepare_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
     """The launches of digits [planes * m, k] in the buffer A, their exponents in EXPONENTS, by a kept weight [k, n] in
-    the buffer B; `bias` has the result's shape."""
+    the buffer B; `bias` has the result's shape. `raw`: some rows may have no digits yet, and get them in place."""
     recipe, hardware = Recipe(), launch.hardware(device)
     plan = plan or launch.kept_plan(m, n, k, window, hardware)
     if plan.streamed and launch.few_rows(m) != m:  # it reads whole planes of so many rows
@@ -230,7 +300,14 @@ def prepare_product(m: int, k: int, n: int, window: int, bias: Tensor | None, pl
     if not plan.streamed:
         recipe.product = m, n, k, window, 1, plan.engine
     recipe.plan = plan
-    _multiply(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), _parts(kept.layout(k, n, window), B)[0], window, bias, plan)
+    q, maxima = _parts(kept.layout(k, n, window), B)
+    if raw:
+        recipe.launch(
+            raw_rows_kernel, triton.cdiv(m, _RAW_ROWS), Block(A), Block(EXPONENTS), maxima, m, k,
+            CODE=RAW, W=window, D=DIGITS[window], BR=_RAW_ROWS, BK=1024, num_warps=4, **launch.STRICT,
+        )  # fmt: skip
+        recipe.quantising = 1
+    _multiply(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), q, window, bias, plan)
     return recipe
 
 
@@ -281,12 +358,12 @@ def multiply(
 
 
 def multiply_digits(
-    digits: Tensor, exponents: Tensor, weight: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: torch.dtype,
+    digits: Tensor, exponents: Tensor, weight: Tensor, n: int, window: int, raw: bool, bias: Tensor | None, out_dtype: torch.dtype,
     plan: launch.Plan | None = None, signature: tuple | None = None,
 ) -> Tensor:  # fmt: skip
     """As `multiply`, of digits and exponents."""
     m, k = exponents.numel(), digits.shape[1]
-    recipe = prepare_product(m, k, n, window, bias, plan, digits.device)
+    recipe = prepare_product(m, k, n, window, raw, bias, plan, digits.device)
     out = torch.empty((m, n), dtype=out_dtype, device=digits.device)
     recipe.run((digits, weight, bias, out, *recipe.scratch(digits.device), exponents))
     if signature is not None and recipe.replays:

@@ -70,6 +70,23 @@ def test_digits_are_the_quantisers(dtype):
             assert torch.equal(digits.view(-1, 24, 256)[:, real], twin.digits(want.q, window)[:, real])
 
 
+@pytest.mark.parametrize("window", [16, 24])
+def test_quick_digits_are_the_quantisers_or_left(window):
+    """Ordinary rows have digits, others their bytes; a weight of extreme magnitudes leaves all rows."""
+    x, real = special(24, 256, torch.bfloat16), torch.tensor([False] * 7 + [True] * 3 + [False] + [True] * 13)
+    for wild in (False, True):
+        made = kept.weight_digits(weight(40, 256, torch.bfloat16, wild).t(), window)
+        d, f = kept.balance(made, 256, 40, window), kept.factors(made, 256, 40, window)
+        digits, exponents = producers.quickly_quantized(x, f, window)
+        want = twin.quantize(x, window, -1, d)
+        quick = exponents != twin.RAW
+        assert torch.equal(quick, real & (not wild))
+        assert torch.equal(exponents[quick], want.exponents[quick])
+        digits = digits.view(-1, 24, 256)
+        assert torch.equal(digits[:, quick], twin.digits(want.q, window)[:, quick])
+        assert torch.equal(digits[:2, ~quick].permute(1, 2, 0).contiguous().view(torch.int16).squeeze(-1), x[~quick].view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_digits(dtype):
     for window, wild, has_bias in ((16, False, True), (24, True, True), (24, False, False), (16, True, False)):
@@ -79,8 +96,11 @@ def test_products_of_digits(dtype):
         d = producers.WEIGHT_BALANCE(made, 128, 19, window)
         assert torch.equal(d, twin.weight_balance(w.t()))
         for out in (dtype, torch.float32):
-            got = producers.MM_DIGITS(*producers.quantized(x, d, window), made, bias, 19, window, out)
-            assert_bitwise(got, exact_mm(x, w.t(), window=window, balance="weight", bias=bias, out_dtype=out))
+            want = exact_mm(x, w.t(), window=window, balance="weight", bias=bias, out_dtype=out)
+            assert_bitwise(producers.MM_DIGITS(*producers.quantized(x, d, window), made, bias, 19, window, False, out), want)
+            if dtype is torch.bfloat16:
+                digits = producers.quickly_quantized(x, producers.WEIGHT_FACTORS(made, 128, 19, window), window)
+                assert_bitwise(producers.MM_DIGITS(*digits, made, bias, 19, window, True, out), want)
 
 
 def test_operators():
@@ -91,8 +111,9 @@ def test_operators():
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(producers.WEIGHT_DIGITS, (w.t(), 16), test_utils=utils)
     torch.library.opcheck(producers.WEIGHT_BALANCE, (made, 64, 7, 16), test_utils=utils)
-    torch.library.opcheck(producers.MM_DIGITS, (digits, exponents, made, None, 7, 16, torch.float32), test_utils=utils)
-    assert producers.MM_DIGITS(digits[:0], exponents[:0], made, None, 7, 16, torch.float32).shape == (0, 7)
+    torch.library.opcheck(producers.WEIGHT_FACTORS, (made, 64, 7, 16), test_utils=utils)
+    torch.library.opcheck(producers.MM_DIGITS, (digits, exponents, made, None, 7, 16, False, torch.float32), test_utils=utils)
+    assert producers.MM_DIGITS(digits[:0], exponents[:0], made, None, 7, 16, False, torch.float32).shape == (0, 7)
     with pytest.raises(ValueError, match="are not 2 of each of 5 rows"):
         kept.exact_mm_digits(digits[:9], exponents, made, 7, window=16)
     with pytest.raises(ValueError, match="not padded"):
@@ -228,9 +249,18 @@ for m, n, k, dtype, window, wild, added, streamed in (
     assert torch.equal(d, kept.balance(twin, k, n, window))
     bias = torch.randn(n).expand(m, n) if added else None
     plan = launch.split(launch.Plan(32, 0, 64, 4, 1, swap=True, streamed=True), k, window, 1) if streamed else None
-    digits, exponents = producers.quantized(a, d, window)
-    got = kept_kernels.multiply_digits(digits, exponents, made, n, window, bias, dtype, plan=plan)
-    assert same(got, exact_mm(a, b, window=window, balance="weight", bias=bias, out_dtype=dtype)), (m, n, k, dtype, window)
+    want = exact_mm(a, b, window=window, balance="weight", bias=bias, out_dtype=dtype)
+    digits = producers.quantized(a, d, window)
+    assert same(kept_kernels.multiply_digits(*digits, made, n, window, False, bias, dtype, plan=plan), want), (m, n, k, dtype, window)
+    f = kept_kernels.factors(made, where, window)
+    assert torch.equal(f, kept.factors(twin, k, n, window))
+    if dtype == torch.bfloat16:
+        digits, exponents = producers.quickly_quantized(a, f, window)
+        left = exponents == 1 << 17
+        assert left.any() and left.all() == wild
+        for _ in range(2):  # what is settled stays
+            assert same(kept_kernels.multiply_digits(digits, exponents, made, n, window, True, bias, dtype, plan=plan), want), (m, n, k, window)
+            assert not (exponents == 1 << 17).any()
 b = weight(9000, 64, torch.float32, False).t()
 assert torch.equal(kept.parts(kept_kernels.new_digits(b, 16), kept.layout(64, 9000, 16))[2], b.abs().amax(1).view(torch.int32))
 print("equal")
@@ -282,12 +312,12 @@ def test_operands_are_not_stored():
     kernels = re.findall(r"'signature': \{(.*?)\}.*?def triton_\w+\((.*?)(?=''')", code, re.DOTALL)
     stored = [[re.search(rf"'{name}': '\*(\w+)'", signature)[1] for name in re.findall(r"tl\.store\((\w+)", body)] for signature, body in kernels]
     calls = re.findall(r"carbon\.(\w+)\.default\.direct\(", code)
-    assert {name: calls.count(name) for name in calls} == {"weight_digits": 7, "weight_balance": 7, "mm_digits": 7}
+    assert {name: calls.count(name) for name in calls} == {"weight_digits": 7, "weight_factors": 7, "mm_digits": 7}
     for types in stored:
         assert set(types) == {"i8", "i32"} and types.count("i8") == 2 * types.count("i32")
     assert len(stored) == 2 and sum(types.count("i32") for types in stored) == 7  # those of the same input are one
     names = warmed.split()
-    assert names.count("balance_kernel") == names.count("rows_kernel") == names.count("maxima_kernel") == 7
+    assert all(names.count(name) == 7 for name in ("maxima_kernel", "rows_kernel", "factors_kernel", "raw_rows_kernel"))
     assert names.count("gemm_kernel") + names.count("specialised_kernel") == 7
 
 
@@ -326,9 +356,12 @@ def test_gpu_products_of_digits(dtype, window):
             made = producers.WEIGHT_DIGITS(w.cuda().t(), window)
             d = producers.WEIGHT_BALANCE(made, k, n, window)
             assert torch.equal(d.cpu(), twin.weight_balance(w.t()))
+            added = None if bias is None else bias.cuda()
             digits = producers.quantized(x.cuda(), d, window)
-            got = producers.MM_DIGITS(*digits, made, None if bias is None else bias.cuda(), n, window, dtype)
-            assert_bitwise(got.cpu(), want)
+            assert_bitwise(producers.MM_DIGITS(*digits, made, added, n, window, False, dtype).cpu(), want)
+            if dtype is torch.bfloat16:
+                digits = producers.quickly_quantized(x.cuda(), producers.WEIGHT_FACTORS(made, k, n, window), window)
+                assert_bitwise(producers.MM_DIGITS(*digits, made, added, n, window, True, dtype).cpu(), want)
             assert launch.padded_contraction(k) == k
 
 
