@@ -183,14 +183,13 @@ _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, at
 _LONGEST = 4096  # of a row that Inductor's kernels hold in registers
 
 
-def _worth(m, k, n, kept):
-    """Whether rows [m, k] become digits where they are computed, for a product by a weight [k, n], kept or not.
+def _worth(m, k, n):
+    """Whether rows [m, k] become digits where they are computed, for a product by a weight [k, n].
 
-    A longer row would be computed twice, for its exponent and for its digits. Kernels of few rows make a weight's
-    digits in registers, where they aren't kept, and read whole planes of a power of two rows, where they are.
+    A longer row would be computed twice, for its exponent and for its digits. Of few rows launches are what takes time,
+    of which there are no fewer, and their products make a weight's digits in registers.
     """
-    few = m <= 64
-    return ENABLED and k <= _LONGEST and (not few or kept and launch.few_rows(m) == m)
+    return ENABLED and m > 64 and k <= _LONGEST
 
 
 def place(gm):
@@ -226,7 +225,7 @@ def _planned(node):
     m = value.shape[0]
     if not on_gpu(value) or not all(isinstance(size, int) for size in (m, k, n)) or not value.is_contiguous():
         return None
-    if m < 1 or n < 1 or k < 2 or launch.padded_contraction(k) != k or not _worth(m, k, n, kept is not None):
+    if m < 1 or n < 1 or k < 2 or launch.padded_contraction(k) != k or not _worth(m, k, n):
         return None
     return kept, k, n, window, bias, dtype
 

@@ -286,20 +286,20 @@ def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Pl
     qa = Digits(digits, recipe.reserve(m, torch.int32), rows, m, q.padded)
     _quantize(recipe, x, qa, maxima, 1, window, tile)
     recipe.quantising = len(recipe.launches)
-    _multiply(recipe, qa, q, window, bias, plan)
+    if plan.streamed:
+        _multiply_few_rows(recipe, qa, q, window, bias, plan)
+    else:
+        bias_strides = None if bias is None else (0, *bias.stride())
+        products.multiply_digits(recipe, qa, q, window, 1, bias_strides, plan)
     return recipe
 
 
 def prepare_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
     """The launches of digits [planes * m, k] in the buffer A, their exponents in EXPONENTS, by a kept weight [k, n] in
     the buffer B; `bias` has the result's shape. `raw`: some rows may have no digits yet, and get them in place."""
-    recipe, hardware = Recipe(), launch.hardware(device)
-    plan = plan or launch.kept_plan(m, n, k, window, hardware)
-    if plan.streamed and launch.few_rows(m) != m:  # it reads whole planes of so many rows
-        plan = launch.gemm_plan(m, n, k, window, 1, hardware)
-    if not plan.streamed:
-        recipe.product = m, n, k, window, 1, plan.engine
-    recipe.plan = plan
+    recipe = Recipe()
+    recipe.product = m, n, k, window, 1, "int8"
+    recipe.plan = plan = plan or launch.gemm_plan(m, n, k, window, 1, launch.hardware(device))
     q, maxima = _parts(kept.layout(k, n, window), B)
     if raw:
         recipe.launch(
@@ -307,16 +307,9 @@ def prepare_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor
             CODE=RAW, W=window, D=DIGITS[window], BR=_RAW_ROWS, BK=1024, num_warps=4, **launch.STRICT,
         )  # fmt: skip
         recipe.quantising = 1
-    _multiply(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), q, window, bias, plan)
+    bias_strides = None if bias is None else (0, *bias.stride())
+    products.multiply_digits(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), q, window, 1, bias_strides, plan)
     return recipe
-
-
-def _multiply(recipe: Recipe, qa: Digits, q: Digits, window: int, bias: Tensor | None, plan: launch.Plan) -> None:
-    if plan.streamed:
-        _multiply_few_rows(recipe, qa, q, window, bias, plan)
-    else:
-        bias_strides = None if bias is None else (0, *bias.stride())
-        products.multiply_digits(recipe, qa, q, window, 1, bias_strides, plan)
 
 
 def _multiply_few_rows(recipe: Recipe, qa: Digits, qw: Digits, window: int, bias: Tensor | None, plan: launch.Plan) -> None:
