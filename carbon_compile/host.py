@@ -608,6 +608,9 @@ def _rows_stay_in_registers():
     gets 16, since registers are short. 4096 x 4096 in bfloat16 took, with 64, 32 and 16 elements (H100, us):
     layer norm 31, 33, 35; softmax 64, 46, 42.
 
+    The factors by which digits are made of a bfloat16 row are no further operand here: such a layer norm has the
+    registers that it has without, and less than three quarters of the instructions that it has with 16 elements.
+
     What all rows share, a norm's weight and bias, is loaded where it is first used, and not before the first
     reduction: it would take two thirds of a layer norm's registers meanwhile, and of the rows that a
     multiprocessor has at work.
@@ -633,6 +636,10 @@ def _rows_stay_in_registers():
         hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
         return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW)
 
+    def made_by(buffer, operator):
+        made = V.graph.name_to_buffer.get(buffer)
+        return made is not None and any(getattr(origin.target, "_opname", "") == operator for origin in made.get_origins())
+
     def should_use_persistent_reduction(features, cooperative_reduction):
         return persistent(features, cooperative_reduction) or contiguous_rows(features)
 
@@ -647,7 +654,8 @@ def _rows_stay_in_registers():
         read = {dep.name for node in nodes for dep in node.read_writes.reads}
         written = {dep.name for node in nodes for dep in node.read_writes.writes}
         elementary = any(getattr(origin.target, "_opname", "") in PROGRAMS for node in nodes for origin in node.node.get_origins())
-        most = block // (512 if elementary or len(read - written) > 3 else 2048)  # elements a warp
+        operands = [name for name in read - written if not made_by(name, "weight_factors")]
+        most = block // (512 if elementary or len(operands) > 3 else 2048)  # elements a warp
         # Where all warps' vectors together divide the row, those behind its end are no instructions at all.
         width = 32 * 16 // min(V.graph.get_dtype(name).itemsize for name in read | written)
         warps = next((n for n in (most, most // 2, most // 4) if n and length % (n * width) == 0), most)
