@@ -593,7 +593,7 @@ def _loops_wait_for_stores():
 
 
 # Of a row that a kernel holds in registers.
-_LONGEST_ROW = 4096
+LONGEST_ROW = 4096
 
 
 @contextlib.contextmanager
@@ -634,7 +634,7 @@ def _rows_stay_in_registers():
     def contiguous_rows(features):
         # Of masked rows, whose masks have other strides, some reductions have no hint: that doesn't make a loop better.
         hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
-        return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW)
+        return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST_ROW)
 
     def made_by(buffer, operator):
         made = V.graph.name_to_buffer.get(buffer)

@@ -17,14 +17,15 @@ from .pointwise import PROGRAMS, inlined, register
 from .registry import direct, kernels
 
 aten = torch.ops.aten
-ENABLED = True
+ENABLED = True  # the only switch: the bits are the same without
 _INFINITY = 0x7F800000
 _SMALLEST = 0x00800000  # bits of the smallest normal binary32 number
+_BIAS = 126  # of binary32 exponents as `expo` counts them
 
 
-# A program has no branches: every element takes the general way, for magnitudes and balances of any size. So what
-# can be is left to the row (a [M, 1]), and to binary32 additions, of which a GPU does twice as many as of integer ones.
-_BIAS = 126
+# Programs have no branches: each element takes the general way, for magnitudes and balances of any size. So what
+# can be left to the row is, and binary32 additions, of which a GPU does twice as many, take the place of integer ones.
+
 
 
 def _digit_exponent(o, x, d):
@@ -180,16 +181,17 @@ MM_DIGITS = _operator(
 # --- the final graph ----------------------------------------------------------------------------------
 
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
-_LONGEST = 4096  # of a row that Inductor's kernels hold in registers
 
 
 def _worth(m, k, n):
     """Whether rows [m, k] become digits where they are computed, for a product by a weight [k, n].
 
-    A longer row would be computed twice, for its exponent and for its digits. Of few rows launches are what takes time,
+    A row that registers don't hold would be computed twice, for its exponent and for its digits. Of few rows launches are what takes time,
     of which there are no fewer, and their products make a weight's digits in registers.
     """
-    return ENABLED and m > 64 and k <= _LONGEST
+    from carbon_compile import host
+
+    return ENABLED and m > 64 and k <= host.LONGEST_ROW
 
 
 def place(gm):

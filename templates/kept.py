@@ -251,13 +251,12 @@ def exact_mm_digits(
     planes = digits.view(-1, m, k)
 
     def quantized(rows):
-        q, e = _integers(planes[:, rows]), exponents[rows]
-        left = e == twin.RAW
+        found = twin.Quantized(_integers(planes[:, rows]), exponents[rows].clone())
+        left = found.exponents == twin.RAW
         if raw and left.any():
-            bytes_ = planes[:2, rows][:, left].permute(1, 2, 0).contiguous()
-            q[left], e = (made := twin.quantize(bytes_.view(torch.bfloat16).squeeze(-1), window, -1, _balance(parts(kept, where)[2]))).q, e.clone()
-            e[left] = made.exponents
-        return twin.Quantized(q, e)
+            numbers = planes[:2, rows][:, left].permute(1, 2, 0).contiguous().view(torch.bfloat16).squeeze(-1)
+            found.q[left], found.exponents[left] = twin.quantize(numbers, window, -1, _balance(parts(kept, where)[2]))
+        return found
 
     return _multiply(m, quantized, kept, where, bias, window, out_dtype)
 
