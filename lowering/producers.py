@@ -17,7 +17,7 @@ from .pointwise import PROGRAMS, inlined, register
 from .registry import direct, kernels
 
 aten = torch.ops.aten
-ENABLED = True  # the only switch: the bits are the same without
+ENABLED = True  # the only switch: the bits are the same without (caches keep what was compiled with another)
 _INFINITY = 0x7F800000
 _SMALLEST = 0x00800000  # bits of the smallest normal binary32 number
 _BIAS = 126  # of binary32 exponents as `expo` counts them
