@@ -623,7 +623,7 @@ def _rows_stay_in_registers():
     from torch._inductor.virtualized import V
     from torch.utils._sympy.symbol import symbol_is_type
 
-    from .lowering.elementary import PROGRAMS
+    from .lowering.elementary import PROGRAMS, RESTRICTED
 
     persistent, kernel_kwargs = InductorChoices.should_use_persistent_reduction, InductorChoices.triton_kernel_kwargs
     load_buffer = TritonKernel.get_load_buffer
@@ -646,7 +646,7 @@ def _rows_stay_in_registers():
         nodes = features.scheduler_nodes()
         read = {dep.name for node in nodes for dep in node.read_writes.reads}
         written = {dep.name for node in nodes for dep in node.read_writes.writes}
-        elementary = any(getattr(origin.target, "_opname", "") in PROGRAMS for node in nodes for origin in node.node.get_origins())
+        elementary = any(getattr(origin.target, "_opname", "") in {**PROGRAMS, **RESTRICTED} for node in nodes for origin in node.node.get_origins())
         most = block // (512 if elementary or len(read - written) > 3 else 2048)  # elements a warp
         # Where all warps' vectors together divide the row, those behind its end are no instructions at all.
         width = 32 * 16 // min(V.graph.get_dtype(name).itemsize for name in read | written)
