@@ -176,6 +176,17 @@ def test_extremes_in_any_order(dtype):
         assert_bitwise(P.amin(-x, [1]), torch.where(expected == 0, expected, -expected))
 
 
+def test_smallest_keys_are_largest_unsigned_bits():
+    """What a GPU takes instead of a minimum, see `lowering.unsigned`."""
+    bits = torch.randint(-(2**31), 2**31, (4096, 5), dtype=torch.int64).to(torch.int32)
+    bits[:1024] |= -(2**31)
+    bits[1024:2048] &= 2**31 - 1
+    x = bits.view(torch.float32)
+    expected = torch.ops.carbon.negative_key(x, dtype=torch.int32).amin(1)
+    largest = torch.ops.carbon.unsigned_bits(x, dtype=torch.uint32).to(torch.int64).amax(1).to(torch.uint32)
+    assert torch.equal(torch.ops.carbon.negative_key_of(largest, dtype=torch.int32), expected)
+
+
 def test_two_words_are_one_word(monkeypatch):
     x = torch.randn(300) * torch.exp(3 * torch.randn(300))
     p = torch.rand(300)
