@@ -209,6 +209,12 @@ class Slab(NamedTuple):
     again: int
     programs: int
     overlap: bool = False
+    eviction: str = ""  # of what is read, from the L2 cache
+
+
+def eviction(size: int) -> str:
+    """How `size` bytes that are read once should leave the L2 cache: first, if they don't stay there anyway."""
+    return "evict_first" if size > 1 << 25 else ""
 
 
 def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> Slab:
@@ -223,7 +229,7 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     rows = 4 * 32 * warps // columns
     step = rows * unroll  # the first step's rows tell the magnitudes of the others, so it is a whole one
     span = -(-m // (_slabs(m, -(-n // columns), programs * hw.sms) * step)) * step
-    return Slab(columns, span, rows, warps, unroll, registers, 16, 128 * warps // 16, 4 * hw.sms, hw.capability[0] >= 9)
+    return Slab(columns, span, rows, warps, unroll, registers, 16, 128 * warps // 16, 4 * hw.sms, hw.capability[0] >= 9, eviction(m * n * itemsize))
 
 
 def _slabs(m, tiles, programs):
