@@ -104,7 +104,7 @@ def _wide_power(k):
 
 
 @triton.jit
-def _tile(ptr, i, j, end, N, stride, EVICTION: tl.constexpr = ""):
+def _tile(ptr, i, j, end, N, stride, EVICTION: tl.constexpr):
     """Elements of rows i and columns j, 0 outside."""
     present = (i < end)[:, None] & (j < N)[None, :]
     return tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=present, other=0, eviction_policy=EVICTION)
@@ -124,7 +124,7 @@ def _tiles(at, j, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def _first_tiles(ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _first_tiles(ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVICTION: tl.constexpr):
     tiles = ()
     for u in tl.static_range(UNROLL):
         tiles = tiles + (_tile(ptr, i + u * BM, j, end, N, stride, EVICTION),)
@@ -153,7 +153,7 @@ def _h(x, mean, factor, STATS: tl.constexpr):
 
 @triton.jit
 def _first_h(
-    x_ptr, mean_ptr, factor_ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, STATS: tl.constexpr, EVICTION: tl.constexpr = ""
+    x_ptr, mean_ptr, factor_ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, STATS: tl.constexpr, EVICTION: tl.constexpr
 ):
     """(tiles of x, their rows' means, factors); what is absent is stood in for."""
     xs = _first_tiles(x_ptr, i, j, end, N, stride, BM, UNROLL, EVICTION)
@@ -437,12 +437,12 @@ def again_kernel(
         steps = tl.cdiv(tl.maximum(end - start, 0), BM * UNROLL)
         for step in range(0, steps):
             i = start + step * BM * UNROLL + tl.arange(0, BM)
-            gs = _first_tiles(g_ptr, i, j, end, N, g_stride, BM, UNROLL)
+            gs = _first_tiles(g_ptr, i, j, end, N, g_stride, BM, UNROLL, "")
             xs = gs
             means = gs
             factors = gs
             if SCALE:
-                xs, means, factors = _first_h(h_ptr, mean_ptr, factor_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL, STATS)
+                xs, means, factors = _first_h(h_ptr, mean_ptr, factor_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL, STATS, "")
             for u in tl.static_range(UNROLL):
                 v = gs[u].to(tl.float32)
                 if SCALE:

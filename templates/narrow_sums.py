@@ -240,10 +240,10 @@ def _settle_again(
         count = tl.where(((chunks >> chunk) & 1) != 0, tl.cdiv(end - start, BM), 0)
         end = tl.where(count > 0, end, 0)
         i = start + tl.arange(0, BM)
-        x = general._tile(x_ptr, i, j, end, N, stride)
+        x = general._tile(x_ptr, i, j, end, N, stride, "")
         for _ in range(0, count):
             i += BM
-            following = general._tile(x_ptr, i, j, end, N, stride)  # on its way meanwhile
+            following = general._tile(x_ptr, i, j, end, N, stride, "")  # on its way meanwhile
             v = x.to(tl.float32)
             read = general._terms(read, v, power, rounder)
             plus = tl.maximum(plus, v)
