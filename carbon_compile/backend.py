@@ -35,6 +35,7 @@ from .lowering import (
     pointwise,
     producers,
     registry,
+    unsigned,
 )
 from .lowering.policy import float32_class, matmul_precision
 from .options import Options
@@ -216,6 +217,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         left = [n for n in offenders(gm.graph) if n.target not in region.stock]
         if left:
             raise Refused(Report([Diagnostic.of("CB901", n) for n in left]))
+        unsigned.place(gm)
         registry.call_kernels_directly()
         if region.keeps and kwargs.get("is_inference"):
             return compile_keeping(region, gm, example_inputs, **kwargs)

@@ -193,7 +193,7 @@ class _LogSoftmax(torch.autograd.Function):
         dim, size = x.dim() - 1, _size(group)
         m = ALL_REDUCE(P.amax(P.f32(x), [dim], True), "max", group, size)
         shifted = P.sub(x, m)
-        y = P.sub(shifted, P.log(UNIT_SUM_OVER(P.exp(shifted), dim, group, size)), dtype=x.dtype)
+        y = P.sub(shifted, P.log(UNIT_SUM_OVER(P.exp_term(shifted), dim, group, size)), dtype=x.dtype)
         ctx.group = group
         ctx.save_for_backward(y)
         return y

@@ -70,7 +70,7 @@ def _reduce(o, x):
     """t whose low bits hold n + 254, and r = x - n ln 2 with |r| <= ln(2) / 2."""
     t = x * _LOG2E + _SHIFT
     n = t - _SHIFT
-    return t, (x - n * _LN2_HIGH) - n * _LN2_LOW
+    return t, o.scaled(n, -_LN2_HIGH)(x) - n * _LN2_LOW
 
 
 def _expm1_poly(r):
@@ -102,6 +102,12 @@ def _exp_of_minus_abs(o, x):
 def exp(o, x):
     """e^x."""
     return _exp_below(o, o.where(x > 89.0, 89.0, x))
+
+
+def exp_term(o, x):
+    """`exp` of x <= 0 down to -87, and less than 2^-38 below, where it is no part of a sum of numbers up to 1."""
+    t, r = _reduce(o, o.where(x < -87.0, -87.0, x))
+    return (_expm1_poly(r) + 1.0) * _power_of_two(o, t)
 
 
 # (2^r - 1) / r on |r| <= 1/2, 2^-27.5 relative to 2^r.
@@ -863,3 +869,5 @@ PROGRAMS = {
     "logaddexp": (logaddexp, 2), "logaddexp2": (logaddexp2, 2), "logit": (logit, 1),
     "xlogy": (xlogy, 2), "xlog1py": (xlog1py, 2), "lgamma": (lgamma, 1),
 }  # fmt: skip
+# `exp` for what a softmax gives it, and only there: fewer instructions, the same bits.
+RESTRICTED = {"exp_nonpositive": (_exp_below, 1), "exp_term": (exp_term, 1)}

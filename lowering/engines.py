@@ -31,10 +31,9 @@ class TorchEngine:
         return x.double().sqrt().to(x.dtype)
 
     @staticmethod
-    def scaled(x, power):
-        """A function of c that is x power + c, rounded once: by a power of two, which makes the product exact,
-        or too small to count."""
-        product = x * power
+    def scaled(x, factor):
+        """A function of c that is x factor + c, rounded once: the product is exact, or too small to count."""
+        product = x * factor
         return lambda c: product + c
 
     @staticmethod
@@ -230,8 +229,8 @@ class InductorEngine:
         return _call("abs", x.dtype, x)
 
     @staticmethod
-    def scaled(x, power):
-        product = x * power
+    def scaled(x, factor):
+        product = x * factor
         return lambda c: product + c
 
     @staticmethod
@@ -251,11 +250,12 @@ class InductorEngine:
 
 class TritonEngine(InductorEngine):
     """On a GPU, where rounding to a narrow type is an instruction that Triton writes down itself, and so is
-    a product by a power of two together with a sum."""
+    an exact product together with a sum."""
 
     @staticmethod
-    def scaled(x, power):
-        return lambda c: _call("fma", x.dtype, x, power, c)
+    def scaled(x, factor):
+        x, factor = _coerce(x, factor)
+        return lambda c: _call("fma", x.dtype, x, factor, c)
 
     @staticmethod
     def narrowed(x, dtype):

@@ -472,13 +472,20 @@ def _order_key(o, x):
     return o.where(o.isnan(x), mask, o.where(b < 0, b ^ mask, b))
 
 
+def _amax_key(o, x):
+    """As `_order_key`, with -0 below 0, which takes fewer instructions; back from both, a zero is +0."""
+    integer, sign, mask = (torch.int32, 31, 2**31 - 1) if o.dtype(x) is torch.float32 else (torch.int64, 63, 2**63 - 1)
+    b = o.bits(x, integer)
+    return o.where(o.isnan(x), mask, b ^ ((b >> sign) & mask))
+
+
 def _from_order_key(o, k):
-    y = o.bits(o.where(k < 0, k ^ (2**31 - 1), k), torch.float32)
+    y = o.bits(o.where(k < -1, k ^ (2**31 - 1), o.where(k < 0, 0, k)), torch.float32)
     return o.where(k == 2**31 - 1, float("nan"), y)
 
 
 def _from_order_key64(o, k):
-    y = o.bits(o.where(k < 0, k ^ (2**63 - 1), k), torch.float64)
+    y = o.bits(o.where(k < -1, k ^ (2**63 - 1), o.where(k < 0, 0, k)), torch.float64)
     return o.where(k == 2**63 - 1, float("nan"), y)
 
 
@@ -505,5 +512,6 @@ register("low_word", _low_word, 1, "3", widen=False)
 register("sum_total2", _sum_total2, 3, "3", widen=False)
 register("unit_total2", _unit_total2, 2, "3", widen=False)
 register("order_key", _order_key, 1, "3")
+register("amax_key", _amax_key, 1, "3")
 register("from_order_key", _from_order_key, 1, "3", widen=False)
 register("from_order_key64", _from_order_key64, 1, "3", widen=False)

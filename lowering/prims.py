@@ -64,7 +64,7 @@ def _function(name):
     return function
 
 
-for _name, (_program, _inputs) in elementary.PROGRAMS.items():
+for _name, (_program, _inputs) in {**elementary.PROGRAMS, **elementary.RESTRICTED}.items():
     pointwise.register(_name, _program, _inputs, "2")
 for _name in pointwise.PROGRAMS:
     globals()[_name] = _function(_name)
@@ -203,7 +203,7 @@ def mean(x, dims=None, keepdim=False, dtype=None, *, signed=True):
 
 def amax(x, dims=None, keepdim=False):
     """Largest value of floating `x`; NaN wins, a zero is +0. Taken on integer keys, so order-free."""
-    key = torch.ops.carbon.order_key(x, dtype=key_type(x.dtype))
+    key = torch.ops.carbon.amax_key(x, dtype=key_type(x.dtype))
     return value_of_key(torch.ops.aten.amax.default(key, normal_dims(x, dims), keepdim), x.dtype)
 
 

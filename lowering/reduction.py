@@ -285,7 +285,7 @@ def logsumexp(x, dims, keepdim=False):
     if P.count(x, dims) == 0:
         return P.cast(P.log(P.sum(x, dims, keepdim)), out)  # of a sum without terms
     m = P.amax(x, dims, True)
-    total = P.add(P.log(P.unit_sum(P.exp(P.sub(x, m)), dims)), m)
+    total = P.add(P.log(P.unit_sum(P.exp_term(P.sub(x, m)), dims)), m)
     finite = P.lt(P.abs(m), math.inf, dtype=torch.bool)
     y = torch.ops.carbon.select(finite, total, m, dtype=out)
     return y if keepdim else P.squeeze(y, dims)

@@ -34,11 +34,10 @@ def gradient_sums(sum_of):
 
 
 def _parts(x, dim):
-    """(x - m, p, t, m) with `dim` kept."""
+    """(p, t, m) with `dim` kept."""
     m = P.amax(P.f32(x), [dim], True)
-    shifted = P.sub(x, m)
-    p = P.exp(shifted)
-    return shifted, p, P.unit_sum(p, [dim]), m
+    p = P.exp_nonpositive(P.sub(x, m))
+    return p, P.unit_sum(p, [dim]), m
 
 
 def _along(formula, x, dim, *more):
@@ -57,7 +56,7 @@ def softmax(x, dim, half_to_float=False):
 
 
 def _softmax(x, dim):
-    _, p, total, _ = _parts(x, dim)
+    p, total, _ = _parts(x, dim)
     return P.div(p, total)
 
 
@@ -68,7 +67,7 @@ def safe_softmax(x, dim, dtype=None):
 
 
 def _safe_softmax(x, dim):
-    _, p, total, m = _parts(x, dim)
+    p, total, m = _parts(x, dim)
     empty = P.eq(m, float("-inf"), dtype=torch.bool)
     return torch.ops.carbon.select(empty, P.scalar(0.0, x, torch.float32), P.div(p, total), dtype=torch.float32)
 
@@ -79,8 +78,8 @@ def log_softmax(x, dim, half_to_float=False):
 
 
 def _log_softmax(x, dim):
-    shifted, _, total, _ = _parts(x, dim)
-    return P.sub(shifted, P.log(total))
+    shifted = P.sub(x, P.amax(P.f32(x), [dim], True))
+    return P.sub(shifted, P.log(P.unit_sum(P.exp_term(shifted), [dim])))
 
 
 @rule("aten._softmax_backward_data.default", section="3")

@@ -104,30 +104,30 @@ def _wide_power(k):
 
 
 @triton.jit
-def _tile(ptr, i, j, end, N, stride):
+def _tile(ptr, i, j, end, N, stride, EVICTION: tl.constexpr):
     """Elements of rows i and columns j, 0 outside."""
     present = (i < end)[:, None] & (j < N)[None, :]
-    return tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=present, other=0)
+    return tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=present, other=0, eviction_policy=EVICTION)
 
 
 @triton.jit
-def _tiles(at, j, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr):
+def _tiles(at, j, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, EVICTION: tl.constexpr):
     """UNROLL tiles of BM rows each, from the rows `at` points to."""
     tiles = ()
     for u in tl.static_range(UNROLL):
         rows = at + u * BM * tl.cast(stride, tl.int64)
         if EVEN:
-            tiles = tiles + (tl.load(rows),)
+            tiles = tiles + (tl.load(rows, eviction_policy=EVICTION),)
         else:
-            tiles = tiles + (tl.load(rows, mask=(j < N)[None, :], other=0),)
+            tiles = tiles + (tl.load(rows, mask=(j < N)[None, :], other=0, eviction_policy=EVICTION),)
     return tiles
 
 
 @triton.jit
-def _first_tiles(ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr):
+def _first_tiles(ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, EVICTION: tl.constexpr):
     tiles = ()
     for u in tl.static_range(UNROLL):
-        tiles = tiles + (_tile(ptr, i + u * BM, j, end, N, stride),)
+        tiles = tiles + (_tile(ptr, i + u * BM, j, end, N, stride, EVICTION),)
     return tiles
 
 
@@ -152,9 +152,11 @@ def _h(x, mean, factor, STATS: tl.constexpr):
 
 
 @triton.jit
-def _first_h(x_ptr, mean_ptr, factor_ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, STATS: tl.constexpr):
+def _first_h(
+    x_ptr, mean_ptr, factor_ptr, i, j, end, N, stride, BM: tl.constexpr, UNROLL: tl.constexpr, STATS: tl.constexpr, EVICTION: tl.constexpr
+):
     """(tiles of x, their rows' means, factors); what is absent is stood in for."""
-    xs = _first_tiles(x_ptr, i, j, end, N, stride, BM, UNROLL)
+    xs = _first_tiles(x_ptr, i, j, end, N, stride, BM, UNROLL, EVICTION)
     means = xs
     factors = xs
     if STATS > 0:
@@ -263,7 +265,7 @@ def _keep(total, marks, added, floor, sums_ptr, tops_ptr, marks_ptr, at, inside)
 def slabs_kernel(
     g_ptr, h_ptr, mean_ptr, factor_ptr, sums_ptr, tops_ptr, marks_ptr, uncertain_ptr, M, N, g_stride, h_stride, span, splits,
     BM: tl.constexpr, BN: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
-    BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr,
+    BINADES: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr, STATS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """What slabs of `span` rows, less than 2^16, hold: sums float64, largest magnitudes int32 and marks int32 [kinds,
     splits, N]; a mark is the number of elements, but zeros, below 2^s, and s + 256 in the upper half.
@@ -286,10 +288,10 @@ def slabs_kernel(
     row = (full + rows).to(tl.int64)[:, None]
     g_at = g_ptr + row * g_stride + j[None, :]
     h_at = h_ptr + row * h_stride + j[None, :]
-    gs = _first_tiles(g_ptr, start + rows, j, full, N, g_stride, BM, UNROLL)
+    gs = _first_tiles(g_ptr, start + rows, j, full, N, g_stride, BM, UNROLL, EVICTION)
     hs = gs, gs, gs
     if SCALE:
-        hs = _first_h(h_ptr, mean_ptr, factor_ptr, start + rows, j, full, N, h_stride, BM, UNROLL, STATS)
+        hs = _first_h(h_ptr, mean_ptr, factor_ptr, start + rows, j, full, N, h_stride, BM, UNROLL, STATS, EVICTION)
     mean_at = mean_ptr + full + rows
     factor_at = factor_ptr + full + rows
     if tl.program_id(0) == 0:
@@ -310,9 +312,9 @@ def slabs_kernel(
         factor_next = ()
         for u in tl.static_range(0, UNROLL, 2):  # the registers of tiles take the next ones as soon as they are added
             part, part_h, marks, marks_h = _both(part, part_h, marks, marks_h, gs, hs, limit, limit_h, u, SHIFT, SCALE, STATS)
-            g_next = g_next + _tiles(g_at + u * BM * tl.cast(g_stride, tl.int64), j, N, g_stride, BM, 2, EVEN)
+            g_next = g_next + _tiles(g_at + u * BM * tl.cast(g_stride, tl.int64), j, N, g_stride, BM, 2, EVEN, EVICTION)
             if SCALE:
-                x_next = x_next + _tiles(h_at + u * BM * tl.cast(h_stride, tl.int64), j, N, h_stride, BM, 2, EVEN)
+                x_next = x_next + _tiles(h_at + u * BM * tl.cast(h_stride, tl.int64), j, N, h_stride, BM, 2, EVEN, EVICTION)
             if STATS > 0:
                 factor_next = factor_next + (tl.load(factor_at + u * BM), tl.load(factor_at + (u + 1) * BM))
             if STATS == 2:
@@ -435,12 +437,12 @@ def again_kernel(
         steps = tl.cdiv(tl.maximum(end - start, 0), BM * UNROLL)
         for step in range(0, steps):
             i = start + step * BM * UNROLL + tl.arange(0, BM)
-            gs = _first_tiles(g_ptr, i, j, end, N, g_stride, BM, UNROLL)
+            gs = _first_tiles(g_ptr, i, j, end, N, g_stride, BM, UNROLL, "")
             xs = gs
             means = gs
             factors = gs
             if SCALE:
-                xs, means, factors = _first_h(h_ptr, mean_ptr, factor_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL, STATS)
+                xs, means, factors = _first_h(h_ptr, mean_ptr, factor_ptr, i, j, tl.where(scaled, end, 0), N, h_stride, BM, UNROLL, STATS, "")
             for u in tl.static_range(UNROLL):
                 v = gs[u].to(tl.float32)
                 if SCALE:
@@ -608,7 +610,7 @@ def _recipe(g, h, scale, shift, stats=0, device=None):
     overlap = {"launch_pdl": True} if plan.overlap else {}
     recipe.launch(
         slabs_kernel, tiles * splits, *operands, *held, uncertain, m, n, *strides, plan.span, splits, **options, maxnreg=plan.registers,
-        BM=plan.rows, BN=plan.columns, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0), BINADES=binades, STATS=stats,
+        BM=plan.rows, BN=plan.columns, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0), BINADES=binades, STATS=stats, EVICTION=plan.eviction,
     )  # fmt: skip
     recipe.launch(
         settle_kernel, kinds * blocks, *held, *again, *outputs, m, n, splits, _additions(plan, splits), (m - 1).bit_length(), **options, **overlap,

@@ -113,6 +113,7 @@ def _with(state, x):
 def slabs_kernel(
     x_ptr, sums_ptr, marks_ptr, totals_ptr, arrived_ptr, M, N, stride, span, splits,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):  # fmt: skip
     """What slabs of `span` rows of x [M, N] hold: sums float64 [splits, N], and marks int32 [splits, N], the largest
     magnitude in the lower half and the smallest less one in the upper half.
@@ -133,14 +134,14 @@ def slabs_kernel(
     full = end - steps * (BM * UNROLL)
     rows = tl.arange(0, BM)
     at = x_ptr + (full + rows).to(tl.int64)[:, None] * stride + j[None, :]
-    xs = general._first_tiles(x_ptr, start + rows, j, full, N, stride, BM, UNROLL)
+    xs = general._first_tiles(x_ptr, start + rows, j, full, N, stride, BM, UNROLL, EVICTION)
     if split == 0:
         block = tile * (BN // BLOCK) + tl.arange(0, BN // BLOCK)
         tl.store(arrived_ptr + block, tl.zeros((BN // BLOCK,), tl.int32), mask=block * BLOCK < N)
         tl.store(totals_ptr + j, tl.zeros((BN,), tl.int64), mask=j < N)
     state = _nothing(BM, BN)
     for _ in range(0, steps):
-        following = general._tiles(at, j, N, stride, BM, UNROLL, EVEN)
+        following = general._tiles(at, j, N, stride, BM, UNROLL, EVEN, EVICTION)
         for u in tl.static_range(UNROLL):
             state = _with(state, xs[u])
         xs = following
@@ -239,10 +240,10 @@ def _settle_again(
         count = tl.where(((chunks >> chunk) & 1) != 0, tl.cdiv(end - start, BM), 0)
         end = tl.where(count > 0, end, 0)
         i = start + tl.arange(0, BM)
-        x = general._tile(x_ptr, i, j, end, N, stride)
+        x = general._tile(x_ptr, i, j, end, N, stride, "")
         for _ in range(0, count):
             i += BM
-            following = general._tile(x_ptr, i, j, end, N, stride)  # on its way meanwhile
+            following = general._tile(x_ptr, i, j, end, N, stride, "")  # on its way meanwhile
             v = x.to(tl.float32)
             read = general._terms(read, v, power, rounder)
             plus = tl.maximum(plus, v)
@@ -314,7 +315,7 @@ def recipe(x, device=None) -> Recipe:
     kept, sizes = (Block(A), sums, marks, totals, arrived), (m, n, x.stride(0), plan.span, splits)
     made.launch(
         slabs_kernel, tiles * splits, *kept, *sizes, **launch.STRICT, num_warps=plan.warps, maxnreg=plan.registers,
-        BM=plan.rows, BN=plan.columns, BLOCK=plan.block, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0),
+        BM=plan.rows, BN=plan.columns, BLOCK=plan.block, UNROLL=plan.unroll, EVEN=int(n % plan.columns == 0), EVICTION=launch.eviction(m * n * x.element_size()),
     )  # fmt: skip
     overlap = {"launch_pdl": True} if plan.overlap else {}
     made.launch(

@@ -52,6 +52,7 @@ def generated(loss, backward=True):
     from torch._inductor.graph import GraphLowering
 
     from carbon_compile import backend, host
+    from carbon_compile.lowering import unsigned
 
     graphs, sources, compile_graph = [], [], host.compile_fx_inner
 
@@ -88,6 +89,7 @@ def generated(loss, backward=True):
     GraphLowering._compile_to_module = GraphLowering.compile_to_module = stop
     for gm, inputs, kwargs in graphs:
         _move(gm)
+        unsigned.place(gm)  # which the backend did while it was the CPU's
         settings = {**host.known_config(backend.inductor_config()), "fx_graph_cache": False, "compile_threads": 1}
         try:
             with config.patch(settings):

@@ -12,7 +12,7 @@ import torch
 from carbon_compile import inductor_config
 from carbon_compile.bits import canonical_bits
 from carbon_compile.lowering import pointwise, prims
-from carbon_compile.lowering.elementary import PROGRAMS
+from carbon_compile.lowering.elementary import PROGRAMS, RESTRICTED
 from carbon_compile.lowering.engines import TorchEngine
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -380,6 +380,19 @@ def test_published_hashes(name):
     got = _sweep().digests(name, [int(number, 16) for number, _ in blocks])
     wrong = [n for (n, digest), value in zip(blocks, got, strict=True) if f"{value % 2**64:016x}" != digest]
     assert not wrong, f"{name}: blocks {wrong} differ from the recorded bits"
+
+
+def test_restricted_exponentials_are_exp():
+    """Where they are used: -inf to 0, where a NaN stays one; of the second, what a sum of probabilities shows."""
+    pattern = torch.cat([torch.arange(0x80000000, 0xFF800001, 997), torch.tensor([0, 0x7FC00000, 0xFFC00000, 0xFF800000])])
+    near = torch.linspace(-110.0, 0.0, 1 << 20)
+    for x in ((pattern - (1 << 32) * (pattern >> 31)).to(torch.int32).view(torch.float32), near, torch.linspace(-88.0, -86.0, 1 << 16)):
+        expected = run("exp", x)
+        nonpositive, term = (RESTRICTED[name][0](TorchEngine, x) for name in ("exp_nonpositive", "exp_term"))
+        assert torch.equal(canonical_bits(nonpositive), canonical_bits(expected))
+        assert torch.equal(canonical_bits(term[~(x < -87.0)]), canonical_bits(expected[~(x < -87.0)]))
+        terms = lambda p: torch.ops.carbon.unit_terms(p, dtype=torch.int64)  # noqa: E731
+        assert torch.equal(terms(term), terms(expected))
 
 
 def test_digests_do_not_depend_on_batching():

@@ -1,6 +1,7 @@
 """The code that Inductor generates for a GPU, and that our faster ways through it give the same."""
 
 import json
+import re
 
 import pytest
 
@@ -73,3 +74,26 @@ def test_faster_compilation_writes_the_same_code(model, narrow):
     assert fast[:-1] == plain[:-1]
     assert len(fast) == 3 and all(launches for _, launches in fast[:-1])
     assert fast[-1] > 5  # kernels that were not written out again
+
+
+ROWS = """
+import torch, torch.nn.functional as F
+from tests.offline import generated
+x, w = (torch.randn(n, 2048, requires_grad=True) for n in (300, 300))
+
+def loss():
+    return (x.bfloat16() * 1.0 @ w.bfloat16().t() + F.layer_norm(w, (2048,)) @ x.t()).sum(1).square().sum()
+
+print(*generated(loss), sep="\\n")
+"""
+
+
+def test_rows_are_read_once_and_maxima_are_of_unsigned_bits():
+    """Rows leave the cache first unless float32 rows are written, and no key is made of an element for its sign's sake."""
+    kernels = printed(ROWS).split("@triton.jit")[1:]
+    rows = [kernel for kernel in kernels if "R0_BLOCK: tl.constexpr = 2048" in kernel]
+    writing = [kernel for kernel in rows if re.search(r"tl\.store\(\w+ \+ \(r0_", kernel)]
+    assert rows and writing and any("tl.uint32" in kernel for kernel in rows)
+    assert not any("triton_helpers.min2" in kernel for kernel in kernels)
+    for kernel in rows:
+        assert ("evict_first" in kernel) != (kernel in writing)

@@ -164,6 +164,29 @@ def test_parts_of_terms_are_the_terms(n):
     assert torch.equal((high.long() << 19) + low, units)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_extremes_in_any_order(dtype):
+    """A NaN of either sign wins, and a zero is +0 wherever -0 stands."""
+    tiny = torch.finfo(dtype).tiny
+    sets = torch.tensor([[-0.0, 0.0], [-0.0, -tiny], [-math.inf, -tiny], [-math.inf, -math.inf], [math.inf, 3.0], [0.0, tiny], [-0.0, -0.0], [0.0, math.inf]], dtype=dtype)
+    sets.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])[-1, 0] = -1  # a NaN with a sign
+    expected = torch.tensor([0.0, 0.0, -tiny, -math.inf, math.inf, tiny, 0.0, math.nan], dtype=dtype)
+    for x in (sets, sets.flip(1)):
+        assert_bitwise(P.amax(x, [1]), expected)
+        assert_bitwise(P.amin(-x, [1]), torch.where(expected == 0, expected, -expected))
+
+
+def test_smallest_keys_are_largest_unsigned_bits():
+    """What a GPU takes instead of a minimum, see `lowering.unsigned`."""
+    bits = torch.randint(-(2**31), 2**31, (4096, 5), dtype=torch.int64).to(torch.int32)
+    bits[:1024] |= -(2**31)
+    bits[1024:2048] &= 2**31 - 1
+    x = bits.view(torch.float32)
+    expected = torch.ops.carbon.negative_key(x, dtype=torch.int32).amin(1)
+    largest = torch.ops.carbon.unsigned_bits(x, dtype=torch.uint32).to(torch.int64).amax(1).to(torch.uint32)
+    assert torch.equal(torch.ops.carbon.negative_key_of(largest, dtype=torch.int32), expected)
+
+
 def test_two_words_are_one_word(monkeypatch):
     x = torch.randn(300) * torch.exp(3 * torch.randn(300))
     p = torch.rand(300)
