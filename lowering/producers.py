@@ -18,6 +18,7 @@ from .registry import direct, kernels
 
 aten = torch.ops.aten
 ENABLED = True  # the only switch: the bits are the same without (caches keep what was compiled with another)
+SHORTEST_ROW = 2048  # that is worth it
 _INFINITY = 0x7F800000
 _SMALLEST = 0x00800000  # bits of the smallest normal binary32 number
 _BIAS = 126  # of binary32 exponents as `expo` counts them
@@ -25,7 +26,6 @@ _BIAS = 126  # of binary32 exponents as `expo` counts them
 
 # Programs have no branches: each element takes the general way, for magnitudes and balances of any size. So what
 # can be left to the row is, and binary32 additions, of which a GPU does twice as many, take the place of integer ones.
-
 
 
 def _digit_exponent(o, x, d):
@@ -183,15 +183,18 @@ MM_DIGITS = _operator(
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 
 
-def _worth(m, k, n):
-    """Whether rows [m, k] become digits where they are computed, for a product by a weight [k, n].
+def _worth(m, k):
+    """Whether rows [m, k] become digits where they are computed.
 
-    A row that registers don't hold would be computed twice, for its exponent and for its digits. Of few rows launches are what takes time,
-    of which there are no fewer, and their products make a weight's digits in registers.
+    A row that registers don't hold would be computed twice, for its exponent and for its digits. Of few rows launches
+    are what takes time, of which there are no fewer, and their products make a weight's digits in registers. A row whose
+    length is no power of two leaves registers idle, and a short one has little to gain. GPU time with fusion beside
+    without, of norm or activation and product together, 4096 and 16384 rows (H200): rows of 4096, float32 0.91 to 1.00,
+    bfloat16 0.95 to 0.98; of 768 (norms) 0.94 to 0.99 and 1.02 to 1.10; of 3072 (activations) 1.05 to 1.08 and 1.20 to 1.24.
     """
     from carbon_compile import host
 
-    return ENABLED and m > 64 and k <= host.LONGEST_ROW
+    return ENABLED and m > 64 and SHORTEST_ROW <= k <= host.LONGEST_ROW and k & (k - 1) == 0
 
 
 def place(gm):
@@ -227,7 +230,7 @@ def _planned(node):
     m = value.shape[0]
     if not on_gpu(value) or not all(isinstance(size, int) for size in (m, k, n)) or not value.is_contiguous():
         return None
-    if m < 1 or n < 1 or k < 2 or launch.padded_contraction(k) != k or not _worth(m, k, n):
+    if m < 1 or n < 1 or k < 2 or launch.padded_contraction(k) != k or not _worth(m, k):
         return None
     return kept, k, n, window, bias, dtype
 

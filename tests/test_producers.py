@@ -147,6 +147,11 @@ class Layers(torch.nn.Module):
         return self.q(y), self.k(y), self.v(y), self.down(F.silu(gate) * up), self.last(F.gelu(up, approximate="tanh"))
 
 
+@pytest.fixture(autouse=True)
+def of_any_length(monkeypatch):
+    monkeypatch.setattr(producers, "SHORTEST_ROW", 1)
+
+
 @pytest.fixture
 def everywhere(monkeypatch):
     """Digits are made in producers on a CPU too, and the rows of their products listed; caches don't know of it."""
@@ -219,6 +224,11 @@ def test_where(everywhere, monkeypatch):
     assert count(lambda x: F.linear(x.exp(), w), x[:64]) == 0
     assert count(lambda x: F.linear(x.exp(), w), x, dynamic=True) == 0
     assert count(lambda x: F.linear(x.exp(), w).sum(), x.requires_grad_(), grad=True) == 0  # the weight's gradient wants it
+    monkeypatch.setattr(producers, "SHORTEST_ROW", 257)
+    assert count(lambda x: F.linear(x.exp(), w), x.detach()) == 0
+    monkeypatch.setattr(producers, "SHORTEST_ROW", 1)
+    longer = torch.randn(80, 384)
+    assert count(lambda x: F.linear(x.exp(), longer), longer) == 0  # no power of two
     monkeypatch.setattr(producers, "on_gpu", lambda x: x.device.type == "cuda")
     assert count(lambda x: F.linear(x.exp(), w), x.detach()) == 0
 
@@ -281,7 +291,7 @@ from carbon_compile.templates.matmul_recipe import Recipe
 from tests.offline import generated
 from tests.test_producers import Layers
 
-producers.on_gpu = lambda x: True
+producers.on_gpu, producers.SHORTEST_ROW = lambda x: True, 1
 graphs, launches, warm, compile_graph = [], [], Recipe.warm, host.compile_fx_inner
 
 def kept(gm, inputs, **kwargs):
