@@ -33,6 +33,7 @@ from .lowering import (
     padding,
     partial,
     pointwise,
+    producers,
     registry,
     unsigned,
 )
@@ -221,6 +222,7 @@ def compile_inner(region, gm, example_inputs, **kwargs):
         if region.keeps and kwargs.get("is_inference"):
             return compile_keeping(region, gm, example_inputs, **kwargs)
         padding.place(gm, example_inputs)
+        producers.place(gm)
         precompile.start(gm.graph, region.options.tune)
         return host.compile_fx_inner(gm, example_inputs, **kwargs)
 
@@ -229,6 +231,7 @@ def compile_keeping(region, gm, example_inputs, *, static_input_idxs=(), **kwarg
     """As `compile_inner`, with the digits of weights as further inputs that stay where they are."""
     slots, digits = weights.hoist(gm, example_inputs, static_input_idxs)
     region.kept = len(slots)
+    producers.place(gm)
     precompile.start(gm.graph, region.options.tune)
     first = len(example_inputs)
     fixed = [*static_input_idxs, *range(first, first + len(slots))]

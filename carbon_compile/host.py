@@ -594,7 +594,7 @@ def _loops_wait_for_stores():
 
 
 # Of a row that a kernel holds in registers.
-_LONGEST_ROW = 4096
+LONGEST_ROW = 4096
 
 
 @contextlib.contextmanager
@@ -608,6 +608,9 @@ def _rows_stay_in_registers():
     and each computes for itself what a row has one of. With elementary functions, and with more operands, it
     gets 16, since registers are short. 4096 x 4096 in bfloat16 took, with 64, 32 and 16 elements (H100, us):
     layer norm 31, 33, 35; softmax 64, 46, 42. A sum alone of 4-byte rows gets 32 (H200, float32, us: 22.8, with 64 23.8).
+
+    The factors by which digits are made of a bfloat16 row are no further operand here: such a layer norm has the
+    registers that it has without, and less than three quarters of the instructions that it has with 16 elements.
 
     What all rows share, a norm's weight and bias, is loaded where it is first used, and not before the first
     reduction: it would take two thirds of a layer norm's registers meanwhile, and of the rows that a
@@ -632,7 +635,11 @@ def _rows_stay_in_registers():
     def contiguous_rows(features):
         # Of masked rows, whose masks have other strides, some reductions have no hint: that doesn't make a loop better.
         hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
-        return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, _LONGEST_ROW)
+        return ReductionHint.INNER in hints and hints <= {ReductionHint.INNER, ReductionHint.DEFAULT} and V.graph.sizevars.statically_known_leq(features.reduction_numel, LONGEST_ROW)
+
+    def made_by(buffer, operator):
+        made = V.graph.name_to_buffer.get(buffer)
+        return made is not None and any(getattr(origin.target, "_opname", "") == operator for origin in made.get_origins())
 
     def should_use_persistent_reduction(features, cooperative_reduction):
         return persistent(features, cooperative_reduction) or contiguous_rows(features)
@@ -650,7 +657,8 @@ def _rows_stay_in_registers():
         elementary = any(getattr(origin.target, "_opname", "") in {**PROGRAMS, **RESTRICTED} for node in nodes for origin in node.node.get_origins())
         narrowest = min(V.graph.get_dtype(name).itemsize for name in read | written)
         alone = narrowest >= 4 and all(node.is_reduction() or node.group[1][0] == features.numel for node in nodes)
-        most = block // (512 if elementary or len(read - written) > 3 else 1024 if alone else 2048)  # elements a warp
+        operands = [name for name in read - written if not made_by(name, "weight_factors")]
+        most = block // (512 if elementary or len(operands) > 3 else 1024 if alone else 2048)  # elements a warp
         # Where all warps' vectors together divide the row, those behind its end are no instructions at all.
         width = 32 * 16 // narrowest
         warps = next((n for n in (most, most // 2, most // 4) if n and length % (n * width) == 0), most)

@@ -1,5 +1,6 @@
 """Kernels of products and sums of columns compiled beside Inductor's own work, so that the first call finds them ready."""
 
+import functools
 import logging
 import os
 import threading
@@ -31,9 +32,9 @@ def start(graph, tune="off"):
 
         device = (calls or sums or kept or softmaxes)[0][0]
         plans = _plans() if tune == "on" else None
-        others = [column_sums.warmable(*call[1:5], device, call[5]) for call in sums if call[0] == device]
-        others += [warmable(*call, device) for on, warmable, call in kept if on == device]
-        others += [attention_softmax.warmable(*call[1:]) for call in softmaxes if call[0] == device]
+        others = [functools.partial(column_sums.warmable, *call[1:5], device, call[5]) for call in sums if call[0] == device]
+        others += [functools.partial(warmable, *call, device) for on, warmable, call in kept if on == device]
+        others += [functools.partial(attention_softmax.warmable, *call[1:]) for call in softmaxes if call[0] == device]
         compile_kernels = matmul.precompilation([call[1:] for call in calls if call[0] == device], device, host.compile_processes(device), plans, others)
     thread = threading.Thread(target=_logged, args=(compile_kernels,), daemon=True)
     thread.start()
@@ -90,14 +91,25 @@ def _column_sum(node):
 
 
 def _kept(node):
-    """(device, function that makes a recipe, its arguments) of a product by a kept weight on CUDA with known sizes,
-    or of the input that holds the weight; else None."""
+    """(device, function that makes a recipe, its arguments) of a product by a kept weight on CUDA with known sizes, or
+    of the input that holds the weight, or of what makes the weight's digits and balance; else None."""
     from .templates import kept
 
     if "kept" in node.meta:
         weight, window = node.meta["kept"]
         return (weight.device, kept.warmable_digits, (_bare(weight), window)) if weight.device.type == "cuda" else None
-    if str(node.target) != "carbon.mm_kept.default":
+    operator = str(node.target)
+    if operator in ("carbon.weight_digits.default", "carbon.weight_balance.default", "carbon.weight_factors.default", "carbon.mm_digits.default"):
+        first, *rest = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
+        if first.device.type != "cuda":
+            return None
+        if operator == "carbon.weight_digits.default":
+            return first.device, functools.partial(kept.warmable_digits, new=True), (_bare(first), *rest)
+        if operator != "carbon.mm_digits.default":
+            return first.device, functools.partial(kept.warmable_balance, factors=operator == "carbon.weight_factors.default"), tuple(rest)
+        exponents, _, bias, n, window, raw, dtype = rest
+        return first.device, kept.warmable_product, (exponents.shape[0], first.shape[1], n, window, raw, _bare(bias), dtype)
+    if operator != "carbon.mm_kept.default":
         return None
     a, _, bias, n, window, dtype = node.args
     a, bias = a.meta["val"], None if bias is None else bias.meta["val"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 MODULES = (
-    "arithmetic", "activation", "view", "reduction", "columns", "softmax", "norm", "loss", "matmul", "attention",
+    "arithmetic", "activation", "view", "reduction", "columns", "softmax", "norm", "loss", "matmul", "producers", "attention",
     "convolution", "recurrent", "scatter", "scan", "sort", "pool", "random", "optimizer", "collective", "cut", "refused",
 )  # fmt: skip
 

@@ -75,6 +75,11 @@ def weight_digits(b: Tensor, window: int, out: Tensor | None = None) -> Tensor:
     if b.dim() != 2:
         raise ValueError(f"a weight has two dimensions, got {tuple(b.shape)}")
     where = layout(*b.shape, window)
+    if out is None and b.is_cuda and b.numel():
+        from carbon_compile.templates import kept_kernels
+
+        with torch.cuda.device_of(b):
+            return kept_kernels.new_digits(b, window)
     if out is None:
         out = torch.empty(where.size, dtype=torch.uint8, device=b.device)
     if out.shape != (where.size,) or out.dtype != torch.uint8 or out.device != b.device:
@@ -117,6 +122,11 @@ def _balance(maxima: Tensor) -> Tensor:
     return e.masked_fill_(e == twin.EMPTY, 0)
 
 
+def _check_kept(kept: Tensor, where: Layout, device: torch.device) -> None:
+    if kept.shape != (where.size,) or kept.dtype != torch.uint8 or kept.device != device:
+        raise ValueError(f"{kept.dtype} {tuple(kept.shape)} on {kept.device} is no weight [{where.k}, {where.n}] of {where.planes} digits on {device}")
+
+
 def exact_mm_kept(
     a: Tensor, kept: Tensor, n: int, *, window: int, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:  # fmt: skip
@@ -139,8 +149,7 @@ def exact_mm_kept(
     if a.dim() != 2:
         raise ValueError(f"the first operand has two dimensions, got {tuple(a.shape)}")
     where = layout(a.shape[1], n, window)
-    if kept.shape != (where.size,) or kept.dtype != torch.uint8 or kept.device != a.device:
-        raise ValueError(f"{kept.dtype} {tuple(kept.shape)} on {kept.device} is no weight [{a.shape[1]}, {n}] with window {window} on {a.device}")
+    _check_kept(kept, where, a.device)
     shape = (a.shape[0], n)
     if bias is not None:
         bias = bias.expand(shape)
@@ -151,21 +160,105 @@ def exact_mm_kept(
 
         with torch.cuda.device_of(a):
             return kept_kernels.multiply(a, kept, n, window, bias, out_dtype, signature=signature)
-    return _multiply(a, kept, where, window, bias, out_dtype)
+    d = _balance(parts(kept, where)[2])
+    return _multiply(a.shape[0], lambda rows: twin.quantize(a[rows], window, -1, d), kept, where, bias, window, out_dtype)
 
 
-def _multiply(a, kept, where, window, bias, out_dtype) -> Tensor:
-    """The CPU twin, a block of rows and columns at a time so that what is in between stays in cache."""
-    digits, exponents, maxima = parts(kept, where)
-    d = _balance(maxima)
-    out = torch.empty((a.shape[0], where.n), dtype=out_dtype, device=a.device)
-    for rows in _slices(a.shape[0], max(_ROWS, _INTEGERS // where.k)):
-        qa = twin.quantize(a[rows], window, -1, d)
+def _multiply(rows, quantized, kept, where, bias, window, out_dtype) -> Tensor:
+    """The CPU twin, a block of rows and columns at a time so that what is in between stays in cache; `quantized`
+    gives some of the rows."""
+    digits, exponents, _ = parts(kept, where)
+    out = torch.empty((rows, where.n), dtype=out_dtype, device=kept.device)
+    for block in _slices(rows, max(_ROWS, _INTEGERS // where.k)):
+        qa = quantized(block)
         for columns in _slices(where.n, _INTEGERS // where.k):
             rounded = matmul.rounded_total(qa.q, _integers(digits[:, columns, : where.k]).t(), window)
             scaled, poisoned = matmul._scale(rounded, qa.exponents, exponents[columns])
-            out[rows, columns] = matmul._finish(scaled, None if bias is None else bias[rows, columns], out_dtype, nans=poisoned)
+            out[block, columns] = matmul._finish(scaled, None if bias is None else bias[block, columns], out_dtype, nans=poisoned)
     return out
+
+
+def balance(kept: Tensor, k: int, n: int, window: int) -> Tensor:
+    """The balance d of the contraction indices of a kept weight [k, n], int32 [k]."""
+    where = layout(k, n, window)
+    _check_kept(kept, where, kept.device)
+    if kept.is_cuda:
+        from carbon_compile.templates import kept_kernels
+
+        with torch.cuda.device_of(kept):
+            return kept_kernels.balance(kept, where, window)
+    return _balance(parts(kept, where)[2])
+
+
+def factors(kept: Tensor, k: int, n: int, window: int) -> Tensor:
+    """Of a kept weight [k, n], for operands whose balanced magnitudes binary32 holds: bits of the factors 2^(d_k - t),
+    t the largest balance, and t itself; int32 [k + 1]. All factors are NaN where one would not be a normal number."""
+    where = layout(k, n, window)
+    _check_kept(kept, where, kept.device)
+    if kept.is_cuda:
+        from carbon_compile.templates import kept_kernels
+
+        with torch.cuda.device_of(kept):
+            return kept_kernels.factors(kept, where, window)
+    d = _balance(parts(kept, where)[2])
+    top = d.amax()
+    bits = torch.where(top - d.amin() > 126, 0x7FC00000, (d - top + 127) << 23)
+    return torch.cat([bits, top.view(1)]).to(torch.int32)
+
+
+def exact_mm_digits(
+    digits: Tensor, exponents: Tensor, kept: Tensor, n: int, *, window: int, raw: bool = False, bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """`exact_mm_kept` of rows that are digits already: int8 [D * M, K], contiguous, K a multiple of what
+    contractions are padded to, the least significant digits of all rows first, and exponents int32 [M]; both as
+    `quantize` gives them for the weight's `balance`. Digits of a row with the exponent POISON may be any. `raw`: rows of
+    a bfloat16 operand with the exponent RAW hold its bytes; on a GPU they get digits and exponents in place, which a
+    further product may read as well.
+
+    Raises TypeError for other types and ValueError for shapes that do not match.
+    """
+    signature = None
+    if digits.is_cuda:
+        if digits.data_ptr() % 16:  # which TMA can't read
+            digits = digits.clone()
+        exponents = exponents.contiguous()
+        signature = (raw, *_signature(digits, kept, n, window, bias, out_dtype, exponents))
+        prepared = launch.prepared.get(signature)
+        if prepared is not None:
+            out = prepared(digits, kept, bias, exponents)
+            if out is not None:
+                return out
+    if digits.dtype != torch.int8 or exponents.dtype != torch.int32:
+        raise TypeError(f"digits are int8 and exponents int32, got {digits.dtype} and {exponents.dtype}")
+    m = exponents.numel()
+    if digits.dim() != 2 or exponents.dim() != 1 or digits.shape[0] != m * DIGITS[window] or not digits.is_contiguous():
+        raise ValueError(f"digits {tuple(digits.shape)} with strides {digits.stride()} are not {DIGITS[window]} of each of {m} rows")
+    k = digits.shape[1]
+    if launch.padded_contraction(k) != k:
+        raise ValueError(f"rows of {k} digits are not padded")
+    where = layout(k, n, window)
+    _check_kept(kept, where, digits.device)
+    if bias is not None:
+        bias = bias.expand(m, n)
+    if not m or not n:
+        return torch.empty((m, n), dtype=out_dtype, device=digits.device)
+    if digits.is_cuda:
+        from carbon_compile.templates import kept_kernels
+
+        with torch.cuda.device_of(digits):
+            return kept_kernels.multiply_digits(digits, exponents, kept, n, window, raw, bias, out_dtype, signature=signature)
+    planes = digits.view(-1, m, k)
+
+    def quantized(rows):
+        found = twin.Quantized(_integers(planes[:, rows]), exponents[rows].clone())
+        left = found.exponents == twin.RAW
+        if raw and left.any():
+            numbers = planes[:2, rows][:, left].permute(1, 2, 0).contiguous().view(torch.bfloat16).squeeze(-1)
+            found.q[left], found.exponents[left] = twin.quantize(numbers, window, -1, _balance(parts(kept, where)[2]))
+        return found
+
+    return _multiply(m, quantized, kept, where, bias, window, out_dtype)
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -181,9 +274,11 @@ def _integers(digits: Tensor) -> Tensor:
     return q
 
 
-def _signature(a, kept, n, window, bias, out_dtype) -> tuple:
+def _signature(a, kept, n, window, bias, out_dtype, exponents=None) -> tuple:
     """As `matmul._signature`; `kept` is contiguous and its size follows from the rest."""
     key = ("kept", a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(), kept.shape, kept.data_ptr() & 15, kept.get_device(), n, window, out_dtype)
+    if exponents is not None:
+        key = (*key, exponents.data_ptr() & 15, exponents.get_device())
     return key if bias is None else (*key, bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.get_device())
 
 
@@ -196,8 +291,25 @@ def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: tor
     return recipe, (a.dtype, torch.uint8, None if bias is None else bias.dtype, out_dtype)
 
 
-def warmable_digits(b: Tensor, window: int, device) -> tuple:
-    """As `warmable`, for the digits of a weight."""
+def warmable_digits(b: Tensor, window: int, device, *, new: bool = False) -> tuple:
+    """As `warmable`, for the digits of a weight; `new` ones or those that are written where some may stand."""
     from carbon_compile.templates import kept_kernels
 
-    return kept_kernels.prepare_digits(b, window)[0], (b.dtype, None, None, torch.uint8)
+    recipe = kept_kernels.prepare_new_digits(b, window) if new else kept_kernels.prepare_digits(b, window)[0]
+    return recipe, (b.dtype, None, None, torch.uint8)
+
+
+def warmable_balance(k: int, n: int, window: int, device, *, factors: bool = False) -> tuple:
+    """As `warmable`, for the balance of a kept weight, or for its factors."""
+    from carbon_compile.templates import kept_kernels
+
+    prepare = kept_kernels.prepare_factors if factors else kept_kernels.prepare_balance
+    return prepare(layout(k, n, window)), (torch.uint8, None, None, torch.int32)
+
+
+def warmable_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor | None, out_dtype: torch.dtype, device) -> tuple:
+    """As `warmable`, for a product of digits."""
+    from carbon_compile.templates import kept_kernels
+
+    recipe = kept_kernels.prepare_product(m, k, n, window, raw, None if bias is None else bias.expand(m, n), device=device)
+    return recipe, (torch.int8, torch.uint8, None if bias is None else bias.dtype, out_dtype, None, None, torch.int32)

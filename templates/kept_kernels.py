@@ -21,8 +21,18 @@ from carbon_compile.templates import kept, launch
 from carbon_compile.templates import matmul_kernels as products
 from carbon_compile.templates import quantize_kernels as kernels
 from carbon_compile.templates import small_kernels as small
-from carbon_compile.templates.matmul_recipe import BIAS, OUT, ZEROS, A, B, Block, Recipe, view
-from carbon_compile.templates.quantize import DIGITS
+from carbon_compile.templates.matmul_recipe import (
+    BIAS,
+    EXPONENTS,
+    OUT,
+    ZEROS,
+    A,
+    B,
+    Block,
+    Recipe,
+    view,
+)
+from carbon_compile.templates.quantize import DIGITS, RAW
 from carbon_compile.templates.quantize_kernels import Digits, Operand
 
 
@@ -38,6 +48,59 @@ def rows_kernel(
         tl.program_id(0), x_ptr, digits_ptr, exponents_ptr, R, all_rows, 0, stride_r, stride_k,
         maxima_ptr, 0, K, KP, SIGN, W, D, 1, BR, BK, LOOP, SPREAD,
     )  # fmt: skip
+
+
+@triton.jit
+def factors_kernel(maxima_ptr, out_ptr, K, BLOCK: tl.constexpr):
+    """See `kept.factors`; every program looks for the largest and the smallest balance of all."""
+    top = -1024
+    low = 1024
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        d = kernels._weights(maxima_ptr, k, K)
+        top = tl.maximum(top, tl.max(tl.where(k < K, d, -1024), axis=0))
+        low = tl.minimum(low, tl.min(tl.where(k < K, d, 1024), axis=0))
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = (kernels._weights(maxima_ptr, k, K) - top + 127) << 23
+    tl.store(out_ptr + k, tl.where(top - low > 126, 0x7FC00000, bits), mask=k < K)
+    if tl.program_id(0) == 0:
+        tl.store(out_ptr + K, top)
+
+
+@triton.jit
+def _raw_numbers(row, plane, k, K):
+    """bfloat16 numbers of which two planes hold the bytes."""
+    low = tl.load(row + k, mask=k < K, other=0).to(tl.int32) & 255
+    high = tl.load(row + plane + k, mask=k < K, other=0).to(tl.int32) & 255
+    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raw_rows_kernel(
+    digits_ptr, exponents_ptr, maxima_ptr, R, K,
+    CODE: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Digits and exponents of those of BR rows that have none yet, in place, by the general way. There are hardly any."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    codes = tl.load(exponents_ptr + rows, mask=rows < R, other=0)
+    if tl.max(codes, axis=0) == CODE:
+        plane = tl.cast(R, tl.int64) * K
+        for r in range(tl.program_id(0) * BR, tl.minimum(tl.program_id(0) * BR + BR, R)):
+            if tl.load(exponents_ptr + r) == CODE:
+                row = digits_ptr + tl.cast(r, tl.int64) * K
+                best = tl.full((BK,), kernels._EMPTY, tl.int32)
+                for start in range(0, K, BK):
+                    k = start + tl.arange(0, BK)
+                    bits = kernels._magnitude_bits(_raw_numbers(row, plane, k, K))
+                    best = tl.maximum(best, kernels._balanced_exponents(bits, kernels._weights(maxima_ptr, k, K)))
+                e = tl.max(best, axis=0)
+                tl.debug_barrier()
+                tl.store(exponents_ptr + r, kernels._stored_exponent(e, W))
+                for start in range(0, K, BK):
+                    k = start + tl.arange(0, BK)
+                    x = _raw_numbers(row, plane, k, K)
+                    q = kernels._integers(x, (W - 1) - e + kernels._weights(maxima_ptr, k, K))
+                    kernels._store_digits(q, row + k, plane, k < K, D)
 
 
 @triton.jit(do_not_specialize=["has_bias"])
@@ -108,6 +171,10 @@ def product_kernel(
     )  # fmt: skip
 
 
+_FACTORS = 1024  # of a program
+_RAW_ROWS = 64  # a program looks at
+
+
 def _parts(where: kept.Layout, buffer: int) -> tuple[Digits, Block]:
     """The parts of a kept weight in a buffer: its digits and exponents, and its maxima."""
     digits = Block(buffer, 0, torch.int8, where.digits)
@@ -128,12 +195,23 @@ def prepare_digits(b: Tensor, window: int) -> tuple[Recipe, Block]:
     """The launches that write digits and exponents of b [K, N] into the buffer OUT, and where they leave the
     maxima: made in scratch, so that what stands in OUT is at no time anything but old or new."""
     recipe = Recipe()
-    columns = kernels.operand(b, A, -2)
-    q, _ = _parts(kept.layout(*b.shape, window), OUT)
     maxima = kernels.maxima(recipe, kernels.operand(b, A, -1))
-    tile = launch.rows_tile(columns.rows, columns.k, columns.side_by_side, launch.rows_warps(columns.side_by_side))
-    _quantize(recipe, columns, q, maxima, -1, window, tile)
+    _quantize_weight(recipe, b, window, maxima)
     return recipe, maxima
+
+
+def prepare_new_digits(b: Tensor, window: int) -> Recipe:
+    """The launches that write all of a kept weight into the buffer OUT, which nobody reads yet."""
+    recipe = Recipe()
+    maxima = _parts(kept.layout(*b.shape, window), OUT)[1]
+    _quantize_weight(recipe, b, window, kernels.maxima(recipe, kernels.operand(b, A, -1), maxima))
+    return recipe
+
+
+def _quantize_weight(recipe: Recipe, b: Tensor, window: int, maxima: Block) -> None:
+    columns = kernels.operand(b, A, -2)
+    tile = launch.rows_tile(columns.rows, columns.k, columns.side_by_side, launch.rows_warps(columns.side_by_side))
+    _quantize(recipe, columns, _parts(kept.layout(*b.shape, window), OUT)[0], maxima, -1, window, tile)
 
 
 def write_digits(b: Tensor, window: int, out: Tensor) -> None:
@@ -142,6 +220,54 @@ def write_digits(b: Tensor, window: int, out: Tensor) -> None:
     buffers = (b, None, None, out, *recipe.scratch(b.device))
     recipe.run(buffers)
     kept.parts(out, kept.layout(*b.shape, window))[2].copy_(view(buffers, maxima))
+
+
+def new_digits(b: Tensor, window: int) -> Tensor:
+    """`kept.weight_digits` on a GPU, into new memory: as often as a product, so it is replayed."""
+    where = kept.layout(*b.shape, window)
+    signature = ("digits", b.shape, b.stride(), b.dtype, b.data_ptr() & 15, b.get_device(), window)
+    return _replayed(signature, lambda: prepare_new_digits(b, window), b, (where.size,), torch.uint8)
+
+
+def balance(weight: Tensor, where: kept.Layout, window: int) -> Tensor:
+    """`kept.balance` on a GPU."""
+    signature = ("balance", where, weight.data_ptr() & 15, weight.get_device(), window)
+    return _replayed(signature, lambda: prepare_balance(where), weight, (where.k,), torch.int32)
+
+
+def _replayed(signature: tuple, prepare, x: Tensor, shape: tuple, dtype: torch.dtype) -> Tensor:
+    """What a recipe makes of the buffer A alone."""
+    prepared = launch.prepared.get(signature)
+    out = None if prepared is None else prepared(x, x, None)
+    if out is None:
+        recipe, out = prepare(), torch.empty(shape, dtype=dtype, device=x.device)
+        recipe.run((x, None, None, out, *recipe.scratch(x.device)))
+        if recipe.replays:
+            launch.keep(signature, products.Replay(recipe, out))
+    return out
+
+
+def prepare_balance(where: kept.Layout) -> Recipe:
+    """The launch that makes the balance, int32 [k], of the kept weight in the buffer A."""
+    recipe, maxima = Recipe(), _parts(where, A)[1]
+    recipe.launch(
+        kernels.balance_kernel, triton.cdiv(where.k, launch.WORDS_BLOCK), maxima, maxima, Block(OUT), where.k,
+        GRADIENT=False, BLOCK=launch.WORDS_BLOCK, num_warps=4, **launch.STRICT,
+    )  # fmt: skip
+    return recipe
+
+
+def factors(weight: Tensor, where: kept.Layout, window: int) -> Tensor:
+    """`kept.factors` on a GPU."""
+    signature = ("factors", where, weight.data_ptr() & 15, weight.get_device(), window)
+    return _replayed(signature, lambda: prepare_factors(where), weight, (where.k + 1,), torch.int32)
+
+
+def prepare_factors(where: kept.Layout) -> Recipe:
+    """The launch that makes the factors, int32 [k + 1], of the kept weight in the buffer A."""
+    recipe, maxima = Recipe(), _parts(where, A)[1]
+    recipe.launch(factors_kernel, triton.cdiv(where.k, _FACTORS), maxima, Block(OUT), where.k, BLOCK=_FACTORS, num_warps=8, **launch.STRICT)
+    return recipe
 
 
 def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
@@ -165,6 +291,24 @@ def prepare(a: Tensor, n: int, window: int, bias: Tensor | None, plan: launch.Pl
     else:
         bias_strides = None if bias is None else (0, *bias.stride())
         products.multiply_digits(recipe, qa, q, window, 1, bias_strides, plan)
+    return recipe
+
+
+def prepare_product(m: int, k: int, n: int, window: int, raw: bool, bias: Tensor | None, plan: launch.Plan | None = None, device=None) -> Recipe:
+    """The launches of digits [planes * m, k] in the buffer A, their exponents in EXPONENTS, by a kept weight [k, n] in
+    the buffer B; `bias` has the result's shape. `raw`: some rows may have no digits yet, and get them in place."""
+    recipe = Recipe()
+    recipe.product = m, n, k, window, 1, "int8"
+    recipe.plan = plan = plan or launch.gemm_plan(m, n, k, window, 1, launch.hardware(device))
+    q, maxima = _parts(kept.layout(k, n, window), B)
+    if raw:
+        recipe.launch(
+            raw_rows_kernel, triton.cdiv(m, _RAW_ROWS), Block(A), Block(EXPONENTS), maxima, m, k,
+            CODE=RAW, W=window, D=DIGITS[window], BR=_RAW_ROWS, BK=1024, num_warps=4, **launch.STRICT,
+        )  # fmt: skip
+        recipe.quantising = 1
+    bias_strides = None if bias is None else (0, *bias.stride())
+    products.multiply_digits(recipe, Digits(Block(A), Block(EXPONENTS), m, m, k), q, window, 1, bias_strides, plan)
     return recipe
 
 
@@ -201,6 +345,20 @@ def multiply(
     recipe = prepare(a, n, window, bias, plan)
     out = torch.empty((a.shape[0], n), dtype=out_dtype, device=a.device)
     recipe.run((a, weight, bias, out, *recipe.scratch(a.device)))
+    if signature is not None and recipe.replays:
+        launch.keep(signature, products.Replay(recipe, out))
+    return out
+
+
+def multiply_digits(
+    digits: Tensor, exponents: Tensor, weight: Tensor, n: int, window: int, raw: bool, bias: Tensor | None, out_dtype: torch.dtype,
+    plan: launch.Plan | None = None, signature: tuple | None = None,
+) -> Tensor:  # fmt: skip
+    """As `multiply`, of digits and exponents."""
+    m, k = exponents.numel(), digits.shape[1]
+    recipe = prepare_product(m, k, n, window, raw, bias, plan, digits.device)
+    out = torch.empty((m, n), dtype=out_dtype, device=digits.device)
+    recipe.run((digits, weight, bias, out, *recipe.scratch(digits.device), exponents))
     if signature is not None and recipe.replays:
         launch.keep(signature, products.Replay(recipe, out))
     return out

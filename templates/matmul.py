@@ -99,24 +99,29 @@ def beyond(rows: int, columns: int, causal: int, device=None) -> Tensor:
 
 def precompilation(
     products: Iterable[tuple[Tensor, Tensor, dict]], device: torch.device, processes: Executor | None = None,
-    plans: str | None = None, others: Iterable[tuple] = (),
+    plans: str | None = None, others: Iterable[Callable[[], tuple]] = (),
 ) -> Callable[[], None]:  # fmt: skip
     """A function, to call in any thread, that compiles what later products on a CUDA `device` launch,
     in a pool of processes if there is one.
 
     `products` are (a, b, options), the options those of `exact_mm` or `exact_bmm`. Only sizes,
     strides and types of tensors are read, and only here: meta tensors do. With a folder `plans`
-    products without a plan in it are timed here, and the fastest plan of each is kept there. `others`:
-    recipes of more kernels, with the types of their buffers.
+    products without a plan in it are timed here, and the fastest plan of each is kept there. `others`
+    make recipes of more kernels, with the types of their buffers.
     """
     from carbon_compile.templates import matmul_kernels
 
-    products = list(products)
+    products, others = list(products), list(others)
+
+    def made():
+        return [*_recipes(products, device), *(make() for make in others)]
+
+    recipes = made()
     if plans:
         from carbon_compile.templates import tuning
 
-        tuning.tune([tuning.Product(*recipe.product) for recipe, _ in _recipes(products, device) if recipe.product], device, plans)
-    recipes = [*_recipes(products, device), *others]
+        tuning.tune([tuning.Product(*recipe.product) for recipe, _ in recipes if recipe.product], device, plans)
+        recipes = made()
     return lambda: matmul_kernels.precompile(recipes, device, processes)
 
 

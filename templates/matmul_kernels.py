@@ -847,7 +847,7 @@ class Replay:
         self.whole = (self.shape[0] * self.strides[0],) if out.dim() == 2 and out.stride(0) > out.shape[1] and out.stride(1) == 1 else None
         self.work, self.zeros = ((recipe.sizes[buffer],) for buffer in (WORK, ZEROS))
 
-    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, exponents: Tensor | None = None) -> Tensor | None:
         """The product of operands with the same signature; None where it cannot be replayed."""
         index = self.index
         if index != _current_device() or hooked():
@@ -861,6 +861,8 @@ class Replay:
         at = [a.data_ptr(), b.data_ptr(), 0, out.data_ptr(), work.data_ptr(), 0]
         if bias is not None:
             at[BIAS] = bias.data_ptr()
+        if exponents is not None:
+            at.append(exponents.data_ptr())
         if self.zeros[0]:
             zeros = torch.zeros(self.zeros, dtype=torch.uint8, device=self.device)
             at[ZEROS] = zeros.data_ptr()

@@ -21,8 +21,9 @@ from triton.runtime.jit import MockTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Buffers: the caller's operands and bias, the result, scratch, scratch that starts as zeros, and what
-# a cut product has from other ranks.
+# a cut product has from other ranks, or one of given digits as their exponents.
 A, B, BIAS, OUT, WORK, ZEROS, RECEIVED = range(7)
+EXPONENTS = RECEIVED
 
 _ALIGNMENT = 256  # of blocks within scratch: more than TMA or any vector load asks for
 # Launchers whose arguments were compared with `CompiledKernel.run`'s; others take the ordinary path.
@@ -159,7 +160,7 @@ def _tensors(buffers, argument):
 
 def _stand_ins(types, argument):
     if isinstance(argument, Tiles):
-        return _descriptor(argument, MockTensor(argument.block.dtype))
+        return _descriptor(argument, MockTensor(argument.block.dtype or types[argument.block.buffer]))
     if isinstance(argument, Block):
         return MockTensor(argument.dtype or types[argument.buffer])
     return argument

@@ -22,6 +22,7 @@ DIGITS = {16: 2, 24: 3}  # window in bits -> balanced radix-256 digits
 # Codes a row exponent can carry beside its value; real ones stay within +-1000.
 POISON = 1 << 16  # the row holds an infinity or a NaN: everything it meets becomes NaN
 EMPTY = -(1 << 16)  # nothing but zeros
+RAW = 1 << 17  # digits that a graph made: the row has none yet, but the two bytes of each of its bfloat16 numbers
 
 # bexpo(m) = expo(m * 129/128): added to the bits of a binary32 significand, this carries into the
 # exponent field exactly when the significand reaches 2 * 128/129. It keeps |q| <= 2^(w-1) * 128/129,

@@ -899,11 +899,15 @@ def _together(a: Operand, b: Operand, same_tile: bool) -> tuple[bool, int, int]:
     return alike and chunks[0] == chunks[1], *chunks
 
 
-def maxima(recipe: Recipe, x: Operand) -> Block:
-    """Per row of each batch: the bits of max |x| along the contraction, int32."""
+def maxima(recipe: Recipe, x: Operand, out: Block | None = None) -> Block:
+    """Per row of each batch: the bits of max |x| along the contraction, int32; in `out`, if given, which
+    need not hold zeros."""
     tile = launch.maxima_tile(x.k, x.side_by_side)
+    if out is not None:
+        tile = tile._replace(steps=triton.cdiv(x.k, tile.columns))
     spans = triton.cdiv(x.k, tile.columns * tile.steps)
-    out = recipe.reserve(x.batch * x.rows, torch.int32, ZEROS if spans > 1 else WORK)
+    if out is None:
+        out = recipe.reserve(x.batch * x.rows, torch.int32, ZEROS if spans > 1 else WORK)
     recipe.launch(
         maxima_kernel, x.batch * triton.cdiv(x.rows, tile.rows) * spans,
         x.block, out, x.rows, x.k, x.stride_b, x.stride_r, x.stride_k, tile.steps,

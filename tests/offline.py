@@ -39,7 +39,7 @@ def printed(code):
     return done.stdout
 
 
-def generated(loss):
+def generated(loss, backward=True):
     """The CUDA code that Inductor writes for `loss()`, compiled with carbon, forward and backward: its source files.
 
     The graphs are traced on the CPU, where canonical graphs are the same, and moved. For the rest of the
@@ -82,7 +82,9 @@ def generated(loss):
 
     host.compile_fx_inner = keep
     with config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        torch.compile(loss, backend="carbon")().backward()
+        result = torch.compile(loss, backend="carbon")()
+        if backward:
+            result.backward()
     _pretend_for_inductor()
     GraphLowering._compile_to_module = GraphLowering.compile_to_module = stop
     for gm, inputs, kwargs in graphs:

@@ -57,7 +57,7 @@ def test_every_refusal_names_a_known_code():
 
 def test_every_rule_file_is_listed():
     folder = pathlib.Path(registry.__file__).parent
-    frame = {"__init__", "composed", "composites", "coverage", "elementary", "engines", "padding", "partial", "philox", "pointwise", "policy", "prims", "registry"}
+    frame = {"__init__", "composed", "composites", "coverage", "elementary", "engines", "padding", "partial", "philox", "pointwise", "policy", "prims", "registry", "unsigned"}
     assert {p.stem for p in folder.glob("*.py")} - frame == set(registry.MODULES)
 
 
