@@ -99,6 +99,7 @@ def _fast_compilation():
             _lean_loop_bodies,
             _equal_ranges_need_no_algebra,
             _known_sizes_need_no_algebra,
+            _known_strides_need_no_algebra,
             _no_symbols_where_sizes_are_known,
             _sets_of_dictionaries,
             _dependencies_keep_their_hash,
@@ -208,6 +209,30 @@ def _known_sizes_need_no_algebra():
     with contextlib.ExitStack() as stack:
         for name, compare in (("equals", operator.eq), ("leq", operator.le), ("geq", operator.ge), ("lt", operator.lt), ("gt", operator.gt)):
             stack.enter_context(faster(f"statically_known_{name}", compare))
+        yield
+
+
+@contextlib.contextmanager
+def _known_strides_need_no_algebra():
+    """Where an index holds a variable as a multiple alone, that multiple is the stride. To learn it, kernels for
+    CPUs had SymPy simplify every index twice, which could take half of their compilation."""
+    import sympy
+    from torch._inductor.codegen import cpp
+
+    algebra = cpp.stride_at_vec_range
+
+    def stride_at_vec_range(index, var, vec_length=None):
+        stride = sympy.S.Zero
+        for term in sympy.Add.make_args(index):
+            if term == var:
+                stride = sympy.S.One
+            elif isinstance(term, sympy.Mul) and len(term.args) == 2 and isinstance(term.args[0], sympy.Integer) and term.args[1] == var:
+                stride = term.args[0]
+            elif term.has(var):
+                return algebra(index, var, vec_length)
+        return stride
+
+    with mock.patch.object(cpp, "stride_at_vec_range", stride_at_vec_range):
         yield
 
 

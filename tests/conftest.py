@@ -1,5 +1,7 @@
 """Shared fixtures: the backend registered by name, a clean compiler, and poisoned fresh memory."""
 
+import gc
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from carbon_compile.bits import assert_bitwise
 
 
 def pytest_configure(config):
+    # Tracing makes millions of objects that live. Going through them after each 700 new ones took time, and freed little.
+    gc.set_threshold(100_000)
     # An uninstalled checkout has no entry point; register the backend under its name all the same.
     from torch._dynamo.backends.registry import list_backends, register_backend
 

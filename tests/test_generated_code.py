@@ -2,9 +2,14 @@
 
 import json
 import re
+from unittest import mock
 
 import pytest
+import sympy
+from torch._inductor.codegen import cpp
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
+from carbon_compile import host
 from tests.offline import printed
 
 MODELS = {
@@ -97,3 +102,18 @@ def test_rows_are_read_once_and_maxima_are_of_unsigned_bits():
     assert not any("triton_helpers.min2" in kernel for kernel in kernels)
     for kernel in rows:
         assert ("evict_first" in kernel) != (kernel in writing)
+
+
+def test_strides_read_off_are_those_of_algebra():
+    d0, d1, size = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("d0", "d1", "s0"))
+    others = [0, 5, d0, 7 * d0 + 3, size * d0, d0 * size + size, FloorDiv(d0, 3), 4 * ModularIndexing(d0, 3, 5) - d0, FloorDiv(d0 + size, 2) + 6 * size]
+    known = [term + other for term in (sympy.Integer(0), d1, 6 * d1, -d1, d1 - 6) for other in others]
+    harder = [size * d1, d0 * d1, FloorDiv(d1, 4), FloorDiv(d1, 32), ModularIndexing(d1, 1, 64) + d1, 2 * ModularIndexing(d0 + d1, 2, 4) + d1, d1 * d1]
+    algebra = cpp.stride_at_vec_range
+    with mock.patch.object(cpp, "stride_at_vec_range", mock.Mock(side_effect=algebra)) as asked, host._known_strides_need_no_algebra():
+        for indices, searches in ((known, 0), (harder, 3 * len(harder))):
+            for index in indices:
+                for length in (None, 8, 16):
+                    found, expected = cpp.stride_at_vec_range(index, d1, length), algebra(index, d1, length)
+                    assert found == expected and type(found) is type(expected), (index, length)
+            assert asked.call_count == searches
