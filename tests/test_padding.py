@@ -171,6 +171,8 @@ for dtype, window, row in ((torch.bfloat16, 16, 50304), (torch.float32, 24, 5027
     for a, b, balance, options in ((g, w, "weight", {{}}), (x.t(), g, "gradient", {{"transposed": True}}), (x, w.t(), "weight", {{"row": row}})):
         recipe = matmul_kernels.prepare(a, b, window, balance, None, **options)
         for step in recipe.launches:
+            if step.kernel.__name__ in ("gemm_kernel", "specialised_kernel") and not options.get("row"):
+                continue  # only how the others read is asked, and these take long to compile
             arguments = [matmul_recipe._stand_ins((dtype, dtype, None, dtype), x) for x in step.arguments]
             ptx = step.kernel.warmup(*arguments, grid=(step.grid,), **step.constants).asm["ptx"]
             name = re.search(r"entry (\\w+)", ptx).group(1)
@@ -189,8 +191,8 @@ def test_widths_of_accesses():
         assert loads["exponents_kernel", size, "gradient"] >= 2 * size // 2
         assert loads["digits_kernel", size, "gradient"] >= 2 * size // 2
     assert loads["quantize_kernel", 2, "weight"] > 0 and loads["quantize_kernel", 4, "weight"] > 0
-    results = [(int(size), stores) for name, size, balance, _, *stores in lines if name in ("gemm_kernel", "specialised_kernel") and balance == "weight"]
-    assert results[1] == (2, ["v4.b32"]) and results[3] == (4, ["v2.b32"])
+    results = [(int(size), stores) for name, size, balance, _, *stores in lines if name in ("gemm_kernel", "specialised_kernel")]
+    assert results == [(2, ["v4.b32"]), (4, ["v2.b32"])]
 
 
 # ---- on a card ----
