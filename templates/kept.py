@@ -297,12 +297,12 @@ def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: tor
     return recipe, (a.dtype, torch.uint8, None if bias is None else bias.dtype, out_dtype)
 
 
-def warmable_digits(b: Tensor, window: int, device, *, new: bool = False) -> tuple:
-    """As `warmable`, for the digits of a weight; `new` ones or those that are written where some may stand."""
+def warmable_digits(b: Tensor, window: int, device) -> tuple:
+    """As `warmable`, for the digits of a weight in new memory, as a first call makes them: those of a weight that
+    changed have maxima of another kernel where its rows are longer than a program takes."""
     from carbon_compile.templates import kept_kernels
 
-    recipe = kept_kernels.prepare_new_digits(b, window) if new else kept_kernels.prepare_digits(b, window)[0]
-    return recipe, (b.dtype, None, None, torch.uint8)
+    return kept_kernels.prepare_new_digits(b, window), (b.dtype, None, None, torch.uint8)
 
 
 def warmable_balance(k: int, n: int, window: int, device, *, factors: bool = False) -> tuple:
