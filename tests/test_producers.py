@@ -266,6 +266,7 @@ from tests.test_small_products import same
 for m, n, k, dtype, window, wild, added in (
     (20, 19, 128, torch.float32, 24, True, True), (70, 40, 256, torch.bfloat16, 16, False, False),
     (16, 40, 256, torch.bfloat16, 16, True, True), (20, 9, 64, torch.float16, 24, False, True),
+    (20, 9, 2048, torch.bfloat16, 24, False, False), (14, 9, 2048, torch.bfloat16, 16, True, False),  # more than kernels take at a time
 ):
     a, b = special(m, k, dtype), weight(n, k, dtype, wild).t()
     made = kept_kernels.new_digits(b, window)
