@@ -104,7 +104,7 @@ def _kept(node):
         if first.device.type != "cuda":
             return None
         if operator == "carbon.weight_digits.default":
-            return first.device, functools.partial(kept.warmable_digits, new=True), (_bare(first), *rest)
+            return first.device, kept.warmable_digits, (_bare(first), *rest)
         if operator != "carbon.mm_digits.default":
             return first.device, functools.partial(kept.warmable_balance, factors=operator == "carbon.weight_factors.default"), tuple(rest)
         exponents, _, bias, n, window, raw, dtype = rest

@@ -869,5 +869,5 @@ PROGRAMS = {
     "logaddexp": (logaddexp, 2), "logaddexp2": (logaddexp2, 2), "logit": (logit, 1),
     "xlogy": (xlogy, 2), "xlog1py": (xlog1py, 2), "lgamma": (lgamma, 1),
 }  # fmt: skip
-# `exp` for what a softmax gives it, and only there: fewer instructions, the same bits.
+# `exp` for what a softmax gives it, and only there: fewer instructions, the same bits of what is made of them.
 RESTRICTED = {"exp_nonpositive": (_exp_below, 1), "exp_term": (exp_term, 1)}

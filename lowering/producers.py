@@ -260,7 +260,7 @@ def _rewrite(gm, node, kept, k, n, window, bias, dtype, made):
 
     def call(function, *args, **kwargs):
         new = gm.graph.call_function(function, args, kwargs)
-        new.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        new.meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
         new.meta["val"] = host.fake_result(function, *torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"]))
         return new
 

@@ -43,5 +43,6 @@ def _call(gm, target, args, kwargs, like):
     node = gm.graph.call_function(target, args, kwargs)
     val = like.meta["val"]
     with val.fake_mode:
-        node.meta = {**like.meta, "val": torch.empty_strided(val.shape, val.stride(), dtype=torch.uint32, device=val.device)}
+        node.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}  # which is of signed ones
+        node.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=torch.uint32, device=val.device)
     return node

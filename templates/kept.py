@@ -213,16 +213,14 @@ def exact_mm_digits(
     """`exact_mm_kept` of rows that are digits already: int8 [D * M, K], contiguous, K a multiple of what
     contractions are padded to, the least significant digits of all rows first, and exponents int32 [M]; both as
     `quantize` gives them for the weight's `balance`. Digits of a row with the exponent POISON may be any. `raw`: rows of
-    a bfloat16 operand with the exponent RAW hold its bytes; on a GPU they get digits and exponents in place, which a
-    further product may read as well.
+    a bfloat16 operand with the exponent RAW hold its bytes; on a GPU they get digits and exponents in place (or both in
+    copies), which a further product by a weight of the same balance may read as well.
 
     Raises TypeError for other types and ValueError for shapes that do not match.
     """
     signature = None
     if digits.is_cuda:
-        if digits.data_ptr() % 16:  # which TMA can't read
-            digits = digits.clone()
-        exponents = exponents.contiguous()
+        digits, exponents = _readable(digits, exponents)
         signature = (raw, *_signature(digits, kept, n, window, bias, out_dtype, exponents))
         prepared = launch.prepared.get(signature)
         if prepared is not None:
@@ -261,6 +259,14 @@ def exact_mm_digits(
     return _multiply(m, quantized, kept, where, bias, window, out_dtype)
 
 
+def _readable(digits: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Both where kernels read them (TMA wants whole 16 bytes), or copies of both: rows that are settled in one of them
+    alone would be settled once more by the next product, from digits."""
+    if digits.data_ptr() % 16 == 0 and exponents.is_contiguous():
+        return digits, exponents
+    return digits.clone(), exponents.clone(memory_format=torch.contiguous_format)
+
+
 def _slices(length: int, step: int) -> Iterator[slice]:
     step = max(1, step)
     return (slice(start, start + step) for start in range(0, length, step))
@@ -278,7 +284,7 @@ def _signature(a, kept, n, window, bias, out_dtype, exponents=None) -> tuple:
     """As `matmul._signature`; `kept` is contiguous and its size follows from the rest."""
     key = ("kept", a.shape, a.stride(), a.dtype, a.data_ptr() & 15, a.get_device(), kept.shape, kept.data_ptr() & 15, kept.get_device(), n, window, out_dtype)
     if exponents is not None:
-        key = (*key, exponents.data_ptr() & 15, exponents.get_device())
+        key = (*key, exponents.shape, exponents.dtype, exponents.data_ptr() & 15, exponents.get_device())
     return key if bias is None else (*key, bias.shape, bias.stride(), bias.dtype, bias.data_ptr() & 15, bias.get_device())
 
 
@@ -291,12 +297,12 @@ def warmable(a: Tensor, n: int, window: int, bias: Tensor | None, out_dtype: tor
     return recipe, (a.dtype, torch.uint8, None if bias is None else bias.dtype, out_dtype)
 
 
-def warmable_digits(b: Tensor, window: int, device, *, new: bool = False) -> tuple:
-    """As `warmable`, for the digits of a weight; `new` ones or those that are written where some may stand."""
+def warmable_digits(b: Tensor, window: int, device) -> tuple:
+    """As `warmable`, for the digits of a weight in new memory, as a first call makes them: those of a weight that
+    changed have maxima of another kernel where its rows are longer than a program takes."""
     from carbon_compile.templates import kept_kernels
 
-    recipe = kept_kernels.prepare_new_digits(b, window) if new else kept_kernels.prepare_digits(b, window)[0]
-    return recipe, (b.dtype, None, None, torch.uint8)
+    return kept_kernels.prepare_new_digits(b, window), (b.dtype, None, None, torch.uint8)
 
 
 def warmable_balance(k: int, n: int, window: int, device, *, factors: bool = False) -> tuple:

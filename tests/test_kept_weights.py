@@ -576,7 +576,7 @@ x, w, bias = (graph.placeholder(name) for name in ("x", "w", "bias"))
 b = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
 graph.output((graph.call_function(matmul.MM_KERNEL, (x, b, bias, 16, "weight", torch.bfloat16)),))
 with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-    for node, shape in ((x, (16, 4096)), (w, (1024, 4096)), (bias, (1024,))):
+    for node, shape in ((x, (16, 4096)), (w, (9216, 4096)), (bias, (9216,))):
         node.meta["val"] = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
     b.meta["val"] = w.meta["val"].t()
 gm = torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -588,8 +588,11 @@ torch.cuda.device = lambda device: contextlib.nullcontext()
 host.compile_processes = lambda device: None
 compiled = []
 for kernel in (quantize_kernels.maxima_kernel, kept_kernels.rows_kernel, kept_kernels.product_kernel):
-    kernel.warmup = lambda *arguments, warmup=kernel.warmup, **options: compiled.append(warmup(*arguments, **options))
+    def warmup(*arguments, warmup=kernel.warmup, **options):
+        compiled.append((options.get("ATOMIC"), warmup(*arguments, **options)))
+    kernel.warmup = warmup
 precompile.start(gm.graph).join()
+assert [atomic for atomic, _ in compiled if atomic is not None] == [False]  # as in `kept.weight_digits` without memory of its own
 print("compiled", len(compiled))
 """
 

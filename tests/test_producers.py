@@ -124,6 +124,24 @@ def test_operators():
         kept.exact_mm_digits(digits.int(), exponents, made, 7, window=16)
 
 
+def test_rows_are_settled_in_digits_and_exponents_or_in_neither():
+    """Where one of them has to be copied, the other is as well: else the next product finds digits and takes them for bytes."""
+    digits, exponents = torch.zeros(8 * 64 + 16, dtype=torch.int8), torch.zeros(8, dtype=torch.int32)
+    aligned, odd = digits[:512].view(8, 64), digits[1:513].view(8, 64)
+    kept_as_they_are = kept._readable(aligned, exponents)
+    assert kept_as_they_are[0] is aligned and kept_as_they_are[1] is exponents
+    for given in ((odd, exponents[:4]), (aligned, exponents[::2]), (odd, exponents[::2])):
+        made = kept._readable(*given)
+        assert made[0].data_ptr() % 16 == 0 and all(x.is_contiguous() for x in made)
+        assert all(x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() and torch.equal(x, y) for x, y in zip(made, given, strict=True))
+
+
+def test_products_are_replayed_for_the_same_operands_only():
+    a, b = torch.zeros(8, 64, dtype=torch.int8), torch.zeros(8, dtype=torch.uint8)
+    shapes = (torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))
+    assert len({kept._signature(a, b, 7, 16, None, torch.float32, exponents) for exponents in shapes}) == 3
+
+
 # ---- compiled ----
 
 
@@ -248,6 +266,7 @@ from tests.test_small_products import same
 for m, n, k, dtype, window, wild, added in (
     (20, 19, 128, torch.float32, 24, True, True), (70, 40, 256, torch.bfloat16, 16, False, False),
     (16, 40, 256, torch.bfloat16, 16, True, True), (20, 9, 64, torch.float16, 24, False, True),
+    (20, 9, 2048, torch.bfloat16, 24, False, False), (14, 9, 2048, torch.bfloat16, 16, True, False),  # more than kernels take at a time
 ):
     a, b = special(m, k, dtype), weight(n, k, dtype, wild).t()
     made = kept_kernels.new_digits(b, window)

@@ -7,13 +7,14 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from carbon_compile.backend import carbon
 from carbon_compile.bits import assert_bitwise
 from carbon_compile.diagnostics import Refused
 from carbon_compile.lowering import prims as P
 from carbon_compile.lowering import reduction as R
-from carbon_compile.lowering import registry
+from carbon_compile.lowering import registry, unsigned
 
 from .definition import (
     check_accuracy,
@@ -185,6 +186,15 @@ def test_smallest_keys_are_largest_unsigned_bits():
     expected = torch.ops.carbon.negative_key(x, dtype=torch.int32).amin(1)
     largest = torch.ops.carbon.unsigned_bits(x, dtype=torch.uint32).to(torch.int64).amax(1).to(torch.uint32)
     assert torch.equal(torch.ops.carbon.negative_key_of(largest, dtype=torch.int32), expected)
+
+
+def test_unsigned_maxima_are_said_to_be_unsigned(monkeypatch):
+    """All that a graph tells of its nodes agrees, and sizes that only the data knows are no obstacle."""
+    monkeypatch.setattr(unsigned, "_on_gpu_of_keys", lambda node: node.target is torch.ops.carbon.negative_key.default)
+    gm = make_fx(lambda x: P.largest_magnitude(x[x[:, 0] > 0], [1]), tracing_mode="symbolic")(torch.randn(4, 5))
+    unsigned.place(gm)
+    told = [(n.meta["val"].dtype, n.meta.get("tensor_meta", n.meta["val"]).dtype) for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert sum(dtype is torch.uint32 for dtype, _ in told) == 2 and all(one is other for one, other in told)
 
 
 def test_two_words_are_one_word(monkeypatch):
