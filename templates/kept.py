@@ -229,6 +229,8 @@ def exact_mm_digits(
                 return out
     if digits.dtype != torch.int8 or exponents.dtype != torch.int32:
         raise TypeError(f"digits are int8 and exponents int32, got {digits.dtype} and {exponents.dtype}")
+    if exponents.device != digits.device:
+        raise ValueError(f"digits on {digits.device} and exponents on {exponents.device} are no operand")
     m = exponents.numel()
     if digits.dim() != 2 or exponents.dim() != 1 or digits.shape[0] != m * DIGITS[window] or not digits.is_contiguous():
         raise ValueError(f"digits {tuple(digits.shape)} with strides {digits.stride()} are not {DIGITS[window]} of each of {m} rows")

@@ -122,6 +122,8 @@ def test_operators():
         kept.exact_mm_digits(digits, exponents, made, 70, window=16)
     with pytest.raises(TypeError, match="int8"):
         kept.exact_mm_digits(digits.int(), exponents, made, 7, window=16)
+    with pytest.raises(ValueError, match="exponents on meta"):
+        kept.exact_mm_digits(digits, exponents.to("meta"), made, 7, window=16)
 
 
 def test_rows_are_settled_in_digits_and_exponents_or_in_neither():
