@@ -215,7 +215,7 @@ def _known_sizes_need_no_algebra():
 @contextlib.contextmanager
 def _known_strides_need_no_algebra():
     """Where an index holds a variable as a multiple alone, that multiple is the stride. To learn it, kernels for
-    CPUs had SymPy simplify every index twice, which could take half of their compilation."""
+    CPUs had SymPy simplify every index twice: 3 of the 47 s that the compiled functions of a test of pooling took."""
     import sympy
     from torch._inductor.codegen import cpp
 

@@ -67,7 +67,7 @@ _EXP = (0.49999994, 0.16666517, 0.041668102, 0.00836919, 0.0013838833)
 
 
 def _reduce(o, x):
-    """t whose low bits hold n + 254, and r = x - n ln 2 with |r| <= ln(2) / 2."""
+    """t whose low bits hold n + 254, and r = x - n ln 2 with |r| <= ln(2) / 2. n times the high part of ln 2 is exact."""
     t = x * _LOG2E + _SHIFT
     n = t - _SHIFT
     return t, o.scaled(n, -_LN2_HIGH)(x) - n * _LN2_LOW

@@ -225,7 +225,7 @@ def column_sums_plan(m: int, n: int, itemsize: int, sums: int, hw: Hardware) -> 
     2048 rows or hardly more, hence 128 or fewer.
 
     RMS norm of float32 16384 x 768 with its backward pass, whose weight's gradient is one sum of two matrices, took
-    114.3 us, with 64 columns and 4 warps 115.9; layer norm, two sums, 119.2 and 114.4 (cold, H200).
+    114.3 us, with 64 columns and 4 warps 115.9; layer norm, two sums, 119.2 and 114.4 (cold, H200, in two runs).
     """
     columns, warps, unroll, (programs, registers) = 64, 4, 4, (3, 168) if sums == 2 else (4, 128)
     if itemsize >= 8 and sums == 1:

@@ -11,7 +11,7 @@ import torch
 
 from carbon_compile import inductor_config
 from carbon_compile.bits import canonical_bits
-from carbon_compile.lowering import pointwise, prims
+from carbon_compile.lowering import elementary, pointwise, prims
 from carbon_compile.lowering.elementary import PROGRAMS, RESTRICTED
 from carbon_compile.lowering.engines import TorchEngine
 
@@ -380,6 +380,11 @@ def test_published_hashes(name):
     got = _sweep().digests(name, [int(number, 16) for number, _ in blocks])
     wrong = [n for (n, digest), value in zip(blocks, got, strict=True) if f"{value % 2**64:016x}" != digest]
     assert not wrong, f"{name}: blocks {wrong} differ from the recorded bits"
+
+
+def test_the_product_that_is_joined_to_a_sum_is_exact():
+    n = torch.arange(-(2**15), 2**15 + 1, dtype=torch.float32)  # `_reduce` has |n| < 300
+    assert torch.equal((n * -elementary._LN2_HIGH).double(), n.double() * -elementary._LN2_HIGH)
 
 
 def test_restricted_exponentials_are_exp():
